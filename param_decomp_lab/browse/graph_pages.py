@@ -2,20 +2,28 @@
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from markupsafe import Markup
 
 from param_decomp_lab.browse.catalog import Opened
+from param_decomp_lab.browse.graph_drawing import Shown, draw_graph
+from param_decomp_lab.browse.graph_nodes import (
+    essentials,
+    first_of_subject,
+    output_name,
+    page_of,
+    short_name,
+    where,
+)
 from param_decomp_lab.browse.pages import NotThere, Pages, address, clean, unit
 from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import LONGEST, GraphAnswer, GraphQuestion
-from param_decomp_lab.data.token_names import STORED_CHARACTERS
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written
 from param_decomp_lab.graph.graph import FOLDER, Edge, Graph, Node, merge_groups
@@ -28,41 +36,22 @@ SERVED = 2000
 """Nodes of a page, those of largest influence."""
 EDGES = 6000
 """Edges that a page has at hand, those of largest share; the list of one node has all of its."""
-STEP = 15
-"""Pixels from node to node within a cell."""
-ACROSS = 4
-"""Nodes side by side in a cell."""
-LABEL = 190
-"""Pixels at the left for the names of the rows."""
-COLUMN_CHARACTERS = 12
-"""Longest name of a token at the foot of its column."""
+DRAWN = 40
+"""Edges that are drawn at first, unless the address says otherwise: more make a tangle of a graph of usual size."""
 SHOWN = 60
 """Edges in a list to or from one node."""
+EXPLAINED = 80
+"""Components with examples in the list, those of largest influence; a chosen node has them always."""
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A node as it is drawn. ``number``: its place in the page's list of nodes."""
+class View:
+    """What an address asks of a graph. ``chosen``: the id of a node whose edges are drawn and listed; "" for none.
+    ``merged``: with groups of `pd cluster` as nodes. ``edges``: how many are drawn while no node is chosen."""
 
-    number: int
-    x: float
-    y: float
-    size: float
-    kind: str
-    href: str
-    title: str
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A graph as SVG. ``rows``: name and height of the middle; ``columns``: token, position and middle."""
-
-    width: int
-    height: int
-    marks: list[Mark]
-    rows: list[tuple[str, float]]
-    columns: list[tuple[str, int, float]]
-    lines: list[dict[str, Any]]
+    chosen: str = ""
+    merged: bool = False
+    edges: int = DRAWN
 
 
 class GraphPages:
@@ -83,25 +72,15 @@ class GraphPages:
         return self._pages.render("graphs.html", opened=opened, entries=entries, waiting="", wrong="", prompt="",
                                   target="", optimize=False, unit=unit(opened))  # fmt: skip
 
-    def kept(self, opened: Opened, name: str, chosen: str, merged: bool) -> str:
-        """A graph from the run's folder. ``chosen``: the id of a node whose edges are drawn and listed; "" for none.
-        ``merged``: with groups of `pd cluster` as nodes."""
+    def kept(self, opened: Opened, name: str, view: View) -> str:
+        """A graph from the run's folder."""
         path = next((path for path in _files(opened) if path.stem == name), None)
         if path is None:
             raise NotThere(f"there is no graph {clean(name, 100)} of this run")
+        return self._graph(opened, Graph.load(path), view, None)
 
-        def to(node: str, groups: bool) -> str:
-            return _address(opened, name, node, groups)
-
-        return self._graph(opened, Graph.load(path), chosen, merged, to, None)
-
-    def of_prompt(self, opened: Opened, question: GraphQuestion, chosen: str, merged: bool) -> str:
+    def of_prompt(self, opened: Opened, question: GraphQuestion, view: View) -> str:
         """The graph of a prompt, made now; the address has all that it is made from."""
-        asked = {"prompt": question.prompt, "target": question.target, "optimize": "1" if question.optimize else ""}
-
-        def to(node: str, groups: bool) -> str:
-            return address(opened.run, opened.name, "graph", **asked, node=node, **_merging(groups))
-
         answer = self.ask(opened, question)
         if answer is None or answer.graph is None:
             waiting = WAITING if answer is None else ""
@@ -110,7 +89,8 @@ class GraphPages:
                 "graphs.html", opened=opened, entries=[], waiting=waiting, wrong=wrong, prompt=clean(question.prompt),
                 target=clean(question.target, 100), optimize=question.optimize, unit=unit(opened),
             )  # fmt: skip
-        return self._graph(opened, answer.graph, chosen, merged, to, asked)
+        asked = {"prompt": question.prompt, "target": question.target, "optimize": "1" if question.optimize else ""}
+        return self._graph(opened, answer.graph, view, asked)
 
     def ask(self, opened: Opened, question: GraphQuestion) -> GraphAnswer | None:
         """The graph of a prompt; None while it is being made."""
@@ -128,69 +108,109 @@ class GraphPages:
             answer.graph.save(file)
         except OSError as error:
             raise not_written(file, error, "look at the folder's permissions") from error
-        return _address(opened, file.stem, "", groups=False)
+        return address(opened.run, opened.name, "graphs", file.stem)
 
-    def _graph(
-        self, opened: Opened, graph: Graph, chosen: str, merged: bool, address_of: Callable[[str, bool], str],
-        asked: dict[str, str] | None,
-    ) -> str:  # fmt: skip
+    def _graph(self, opened: Opened, graph: Graph, view: View, asked: dict[str, str] | None) -> str:
         """``asked``: what a graph that is not kept was made from."""
         n_groups = 0
         with_groups = _with_groups(opened, graph)
         if with_groups is not None:
             n_groups = sum(node.kind == "group" for node in with_groups.nodes)
-            graph = with_groups if merged else graph
+            graph = with_groups if view.merged else graph
 
-        def to(node: str) -> str:
-            return address_of(node, merged)
+        def link(**changes: object) -> str:
+            """To this page with another choice; relative, so that it is short."""
+            kept = {**(asked or {}), "groups": "1" if view.merged else ""} | changes
+            return "?" + urlencode({name: value for name, value in kept.items() if value not in ("", None)})
 
         served = _served(graph)
         numbers = {served_node: k for k, served_node in enumerate(served)}
         at = None
-        if chosen:
-            at = next((n for n, node in enumerate(graph.nodes) if node.id == chosen), None)
+        if view.chosen:
+            at = next((n for n, node in enumerate(graph.nodes) if node.id == view.chosen), None)
             if at is None:
-                raise NotThere(f"the graph has no node {clean(chosen, 200)}")
+                raise NotThere(f"the graph has no node {clean(view.chosen, 200)}")
         edges = [e for e in graph.edges if e.source in numbers and e.target in numbers]
-        drawing = _draw(opened, graph, served, to, at, edges)
-        edges.sort(key=lambda edge: -edge.share * _weight(graph, edge))
+        edges.sort(key=lambda edge: -_edge_score(graph, edge))
+        del edges[EDGES:]
+        entries = self._entries(opened, graph, served, link)
+        scores = [_edge_score(graph, edge) for edge in edges]
+        total, drawn = sum(scores), min(view.edges, len(edges))
+        own = [(e, math.sqrt(e.share)) for e in edges if at is not None and at in (e.source, e.target)]
+        drawing = draw_graph(
+            graph, served, {n: _shown(graph.nodes[n], entries[k]) for k, n in enumerate(served)},
+            list(opened.harvest.sites), at, own if at is not None else _strongest(edges, scores, drawn),
+        )  # fmt: skip
         data = {
-            "nodes": [self._entry(opened, graph, graph.nodes[n]) for n in served],
+            "nodes": [_entry(graph.nodes[n]) for n in served],
             "edges": [
-                [numbers[e.source], numbers[e.target], float(f"{e.weight:.3g}"), float(f"{e.share:.2g}")]
-                for e in edges[:EDGES]
+                [numbers[e.source], numbers[e.target], float(f"{e.weight:.3g}"), float(f"{e.share:.2g}")] for e in edges
             ],
+            "drawn": drawn,
         }
         text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
+        between = sum(e.source in numbers and e.target in numbers for e in graph.edges)
         return self._pages.render(
-            "graph.html", opened=opened, n_groups=n_groups, merged=merged, other_way=address_of("", not merged),
-            graph=graph, drawing=drawing, asked=asked,
-            lists=None if at is None else self._lists(opened, graph, at, to),
+            "graph.html", opened=opened, n_groups=n_groups, merged=view.merged,
+            other_way=link(groups="" if view.merged else "1"), link=link,
+            graph=graph, drawing=drawing, asked=asked, entries=entries, drawn=drawn, n_edges=len(edges),
+            drawn_share=sum(scores[:drawn]) / total if total else 0.0,
+            lists=None if at is None else self._lists(opened, graph, at, link),
             data=Markup(text.replace("<", "\\u003c")), left_out=len(graph.nodes) - len(served),
-            edges_left_out=max(0, len(edges) - EDGES), prompt=clean(graph.prompt, 2000), unit=unit(opened),
-            outputs=[{"token": _output_name(graph, n), "node": n} for n in graph.outputs],
+            edges_left_out=between - len(edges), prompt=clean(graph.prompt, 2000), unit=unit(opened),
+            outputs=[{"token": output_name(graph, n), "node": n} for n in graph.outputs],
         )  # fmt: skip
 
-    def _entry(self, opened: Opened, graph: Graph, node: Node) -> list[Any]:
-        """What the script is told of a node: its name, its place, its own page, λ and a, influence, and its id."""
-        values = [float(f"{x:.3g}") for x in (node.importance, node.value, node.influence)]
-        return [_name(graph, node, _label(opened, node)), _place(graph, node), _page(opened, node), *values, node.id]
+    def _entries(
+        self, opened: Opened, graph: Graph, served: Sequence[int], link: Callable[..., str]
+    ) -> list[dict[str, Any]]:
+        """The list of nodes. What a component does is explained once, at its node of largest influence."""
+        nodes = [graph.nodes[n] for n in served]
+        first = first_of_subject(nodes)
+        entries: list[dict[str, Any]] = []
+        explained = 0
+        for k, node in enumerate(nodes):
+            is_first = first[k] == k
+            entry = self._node(opened, graph, node, is_first, is_first and explained < EXPLAINED)
+            explained += entry["essentials"] is not None
+            entry["like"] = first[k] if not is_first and node.kind == "component" else None
+            entry["href"] = f"#i{k}" if self._pages.only is not None else f"{link(node=node.id)}#node"
+            entries.append(entry)
+        return entries
 
-    def _lists(self, opened: Opened, graph: Graph, at: int, to: Callable[[str], str]) -> dict[str, Any]:
+    def _node(self, opened: Opened, graph: Graph, node: Node, explain: bool, examples: bool) -> dict[str, Any]:
+        """``explain``: whether it is said what the node is; ``examples``: whether with examples."""
+        return {
+            "node": node, "name": short_name(opened, graph, node), "where": where(graph, node), "explain": explain,
+            "page": page_of(opened, node) if explain else "",
+            "essentials": essentials(opened, node.site, node.number) if examples and node.kind == "component" else None,
+        }  # fmt: skip
+
+    def _lists(self, opened: Opened, graph: Graph, at: int, link: Callable[..., str]) -> dict[str, Any]:
         node = graph.nodes[at]
 
         def row(other: Node, edge: Edge) -> dict[str, Any]:
             return {
-                "name": _name(graph, other, _label(opened, other)), "place": _place(graph, other), "edge": edge,
-                "href": to(other.id),
+                "name": short_name(opened, graph, other), "where": where(graph, other), "edge": edge,
+                "href": link(node=other.id),
             }  # fmt: skip
 
         into, out = graph.into(node), graph.out_of(node)
-        return {
-            "node": node, "name": _name(graph, node, _label(opened, node)), "place": _place(graph, node),
-            "page": _page(opened, node), "into": [row(*pair) for pair in into[:SHOWN]],
-            "out": [row(*pair) for pair in out[:SHOWN]], "n_into": len(into), "n_out": len(out),
+        return self._node(opened, graph, node, explain=True, examples=True) | {
+            "into": [row(*pair) for pair in into[:SHOWN]], "out": [row(*pair) for pair in out[:SHOWN]],
+            "n_into": len(into), "n_out": len(out),
         }  # fmt: skip
+
+
+def _shown(node: Node, entry: dict[str, Any]) -> Shown:
+    # The token of an embedding stands at the foot of its column.
+    name = {"embedding": "", "rest": "error", "biases": "biases"}.get(node.kind, entry["name"])
+    return Shown(name, f"{entry['name']} · {entry['where']}", entry["href"])
+
+
+def _entry(node: Node) -> list[Any]:
+    """What the script is told of a node: λ and a, influence, and its id."""
+    return [*(float(f"{x:.3g}") for x in (node.importance, node.value, node.influence)), node.id]
 
 
 @dataclass(frozen=True)
@@ -210,18 +230,9 @@ def _brief(path: Path, changed: int) -> Brief:
     """Kept until the file is ``changed``: a graph takes a second to read, and its list is looked at often."""
     del changed
     graph = Graph.load(path)
-    outputs = [_output_name(graph, node) for node in graph.outputs]
+    outputs = [output_name(graph, node) for node in graph.outputs]
     sizes = len(graph.nodes), len(graph.edges)
     return Brief(clean(graph.prompt, 200), outputs, *sizes, graph.shares.influence, graph.step)
-
-
-def _address(opened: Opened, name: str, node: str, groups: bool) -> str:
-    return address(opened.run, opened.name, "graphs", name, node=node, **_merging(groups))
-
-
-def _merging(groups: bool) -> dict[str, str]:
-    """In an address: whether groups are nodes."""
-    return {"groups": "1"} if groups else {}
 
 
 def _with_groups(opened: Opened, graph: Graph) -> Graph | None:
@@ -254,108 +265,12 @@ def _served(graph: Graph) -> list[int]:
     return order[:SERVED]
 
 
-def _weight(graph: Graph, edge: Edge) -> float:
-    return graph.nodes[edge.target].influence
+def _edge_score(graph: Graph, edge: Edge) -> float:
+    """E7."""
+    return graph.nodes[edge.target].influence * edge.share
 
 
-def _label(opened: Opened, node: Node) -> str:
-    if node.kind != "component":
-        return ""
-    return clean(opened.labels.of_site(node.site).get(node.number, ""), 80)
-
-
-def _name(graph: Graph, node: Node, label: str) -> str:
-    match node.kind:
-        case "component":
-            return f"{node.site} {node.number}" + (f": {label}" if label else "")
-        case "rest":
-            return f"{node.site}, the rest"
-        case "biases":
-            return "all biases"
-        case "group":
-            return f"group {node.number}, {len(node.members)} components"
-        case "output":
-            return f"output '{_output_name(graph, node)}'"
-        case "embedding":
-            return "embedding" if graph.token_ids else f"feature {node.number}"
-
-
-def _place(graph: Graph, node: Node) -> str:
-    if not 0 <= node.position < len(graph.tokens):
-        return ""
-    return f"'{clean(graph.tokens[node.position], STORED_CHARACTERS)}' at {node.position}"
-
-
-def _output_name(graph: Graph, node: Node) -> str:
-    return clean(graph.output_names[node.number], STORED_CHARACTERS)
-
-
-def _brief_name(token: str) -> str:
-    name = clean(token, STORED_CHARACTERS)
-    return name if len(name) <= COLUMN_CHARACTERS else f"{name[: COLUMN_CHARACTERS - 1]}…"
-
-
-def _page(opened: Opened, node: Node) -> str:
-    if node.kind == "group":
-        return address(opened.run, opened.name, "groups", node.number)
-    if node.kind != "component" or node.site not in opened.harvest.sites:
-        return ""
-    return address(opened.run, opened.name, "sites", node.site, node.number)
-
-
-def _draw(
-    opened: Opened, graph: Graph, served: list[int], to: Callable[[str], str], chosen: int | None, edges: list[Edge]
-) -> Drawing:
-    """Cells by row and position; a cell has as many lines of nodes as it needs."""
-    order = {"embedding": 0, "biases": 0, "rest": 1, "component": 1, "group": 1, "output": 2}
-    sites = {site: n for n, site in enumerate(opened.harvest.sites)}
-
-    def row_of(node: Node) -> tuple[int, int, str]:
-        return order[node.kind], sites.get(node.site, -1), node.site
-
-    cells: dict[tuple[Any, int], list[int]] = defaultdict(list)
-    for n in served:
-        node = graph.nodes[n]
-        cells[row_of(node), max(node.position, 0)].append(n)
-    rows = sorted({row for row, _ in cells})
-    used = range(len(graph.tokens))
-    most = {position: max((len(c) for (_, p), c in cells.items() if p == position), default=0) for position in used}
-    lines = {row: max(math.ceil(len(c) / ACROSS) for (r, _), c in cells.items() if r == row) for row in rows}
-    columns, x = [], float(LABEL)
-    start = {}
-    for position in used:
-        width = max(34, STEP * min(most[position], ACROSS) + 12)
-        start[position] = x + 6
-        columns.append((_brief_name(graph.tokens[position]), position, x + width / 2))
-        x += width
-    y, tops, names = 8.0, {}, []
-    for row in reversed(rows):
-        height = STEP * lines[row] + 10
-        tops[row] = y + 5
-        title = {0: "embeddings", 2: "outputs"}.get(row[0], row[2])
-        names.append((title, y + height / 2))
-        y += height
-    largest = max((graph.nodes[n].influence for n in served), default=1.0) or 1.0
-    marks, centre = [], {}
-    numbers = {n: k for k, n in enumerate(served)}
-    for (row, position), members in cells.items():
-        for k, n in enumerate(members):
-            node = graph.nodes[n]
-            centre[n] = (
-                round(start[position] + STEP * (k % ACROSS) + STEP / 2, 1),
-                round(tops[row] + STEP * (k // ACROSS) + STEP / 2, 1),
-            )
-            size = round(2.5 + 4 * math.sqrt(node.influence / largest), 1)
-            title = f"{_name(graph, node, _label(opened, node))} {_place(graph, node)}"
-            href = to(node.id) + "#node"
-            kind = node.kind + (" chosen" if n == chosen else "")
-            marks.append(Mark(numbers[n], *centre[n], size, kind, href, title))
-    own = [e for e in edges if chosen is not None and chosen in (e.source, e.target)]
-    drawn = [
-        {
-            "x1": centre[e.source][0], "y1": centre[e.source][1], "x2": centre[e.target][0], "y2": centre[e.target][1],
-            "sign": "up" if e.weight > 0 else "down", "width": round(0.6 + 5 * math.sqrt(e.share), 1),
-        }
-        for e in own
-    ]  # fmt: skip
-    return Drawing(int(x) + 10, int(y) + 44, sorted(marks, key=lambda m: m.number), names, columns, drawn)
+def _strongest(edges: Sequence[Edge], scores: Sequence[float], most: int) -> list[tuple[Edge, float]]:
+    """The first ``most``, with their strengths, relative to the largest. ``edges``: the largest score first."""
+    largest = max(scores[:1], default=0.0) or 1.0
+    return [(edge, math.sqrt(score / largest)) for edge, score in zip(edges[:most], scores, strict=False)]

@@ -29,7 +29,7 @@ from param_decomp_lab.browse.baselines_page import baselines_page
 from param_decomp_lab.browse.catalog import Catalog, Opened
 from param_decomp_lab.browse.component_list import Query
 from param_decomp_lab.browse.effect_page import EffectPages
-from param_decomp_lab.browse.graph_pages import GraphPages
+from param_decomp_lab.browse.graph_pages import DRAWN, GraphPages, View
 from param_decomp_lab.browse.group_pages import GroupPages, GroupQuery
 from param_decomp_lab.browse.heads_page import HeadsPages
 from param_decomp_lab.browse.intervention_page import InterventionPages
@@ -131,17 +131,15 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
 
     @of_harvest
     async def kept_graph(request: Request, opened: Opened) -> Response:
-        name, node = request.path_params["graph"], request.query_params.get("node", "")
-        merged = bool(request.query_params.get("groups"))
-        return HTMLResponse(await asyncio.to_thread(graphs.kept, opened, name, node, merged))
+        name, view = request.path_params["graph"], _view(request)
+        return HTMLResponse(await asyncio.to_thread(graphs.kept, opened, name, view))
 
     @of_harvest
     async def graph(request: Request, opened: Opened) -> Response:
-        question, node = _graph_question(request.query_params), request.query_params.get("node", "")
+        question, view = _graph_question(request.query_params), _view(request)
         if not question.prompt.strip():
             return HTMLResponse(await asyncio.to_thread(graphs.listing, opened))
-        merged = bool(request.query_params.get("groups"))
-        return HTMLResponse(await asyncio.to_thread(graphs.of_prompt, opened, question, node, merged))
+        return HTMLResponse(await asyncio.to_thread(graphs.of_prompt, opened, question, view))
 
     @of_harvest
     async def keep_graph(request: Request, opened: Opened) -> Response:
@@ -389,6 +387,11 @@ def _number(text: str) -> int:
 
 def _page(request: Request) -> int:
     return max(1, _number(request.query_params.get("page") or "1"))
+
+
+def _view(request: Request) -> View:
+    given = request.query_params
+    return View(given.get("node", ""), bool(given.get("groups")), _number(given.get("edges") or str(DRAWN)))
 
 
 def _graph_question(given: Mapping[str, str]) -> GraphQuestion:

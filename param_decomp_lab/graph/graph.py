@@ -219,6 +219,20 @@ class Graph:
         found = (node for node in self.nodes if node.kind == "component")
         return tuple(sorted(found, key=lambda node: -node.influence))
 
+    @property
+    def replacement_score(self) -> float:
+        """Of the influence that ends in embeddings or residual errors, the part that ends in embeddings (E9)."""
+        ends = self.shares.embeddings + self.shares.rests
+        return self.shares.embeddings / ends if ends > 0 else 0.0
+
+    @property
+    def completeness_score(self) -> float:
+        """Share of what leads to a node that is not a residual error, on average over nodes, weighted by influence
+        (E9)."""
+        kept = sum(node.influence for node in self.nodes if node.kind != "output")
+        total = kept / self.shares.influence if self.shares.influence > 0 else 0.0
+        return max(0.0, 1 - self.shares.rests / (1 + total))
+
     def node(self, id: str) -> Node:
         """The node of this id. Raises UserError if the graph has none."""
         for node in self.nodes:

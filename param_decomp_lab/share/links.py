@@ -1,14 +1,10 @@
 """Pages of the browser as files: every link leads to another file, or becomes plain text."""
 
-import json
 import posixpath
 from collections.abc import Mapping
 from html import escape
 from html.parser import HTMLParser
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
-
-PAGE_OF_NODE = 2
-"""Place of a component's address in a node of a graph page's data (`browse/graph.js`)."""
 
 
 def relative_page(page: str, file: str, files: Mapping[str, str]) -> str:
@@ -31,8 +27,6 @@ class _Links(HTMLParser):
         self._ends: list[str] = []
         """What the links that are open end with."""
         self._svg = False
-        self._data: list[str] | None = None
-        """What has been read of a graph page's data."""
 
     def _relative(self, link: str) -> str | None:
         """A link as it stands in this file; None if it leads to what is not in the folder."""
@@ -48,7 +42,6 @@ class _Links(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         self._svg = self._svg or tag == "svg"
-        self._data = [] if tag == "script" and given.get("type") == "application/json" else None
         for name in ("href", "src"):
             link = given.get(name)
             if link is None:
@@ -76,20 +69,10 @@ class _Links(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         self._svg = self._svg and tag != "svg"
-        if self._data is not None:
-            self.parts.append(self._of_graph("".join(self._data)))
-            self._data = None
         self.parts.append(self._ends.pop() if tag == "a" and self._ends else f"</{tag}>")
 
     def handle_data(self, data: str) -> None:
-        (self.parts if self._data is None else self._data).append(data)
-
-    def _of_graph(self, text: str) -> str:
-        """The data of a graph page, which has the addresses of components."""
-        data = json.loads(text)
-        for node in data["nodes"]:
-            node[PAGE_OF_NODE] = self._relative(node[PAGE_OF_NODE]) or "" if node[PAGE_OF_NODE] else ""
-        return json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+        self.parts.append(data)
 
     def handle_entityref(self, name: str) -> None:
         self.parts.append(f"&{name};")

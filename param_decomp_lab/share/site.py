@@ -14,7 +14,7 @@ from param_decomp_lab.browse import group_pages, pages
 from param_decomp_lab.browse.catalog import Catalog, Opened
 from param_decomp_lab.browse.chosen import Chosen
 from param_decomp_lab.browse.component_list import PAGE, Query
-from param_decomp_lab.browse.graph_pages import GraphPages
+from param_decomp_lab.browse.graph_pages import GraphPages, View
 from param_decomp_lab.browse.group_pages import GroupPages, GroupQuery
 from param_decomp_lab.browse.pages import Pages
 from param_decomp_lab.browse.server import static_files
@@ -142,7 +142,7 @@ class _Copy:
         opened, renderer = self._opened, GraphPages(self._renderer, Workers())
         self._add("/graphs", "graphs/index.html", partial(renderer.listing, opened))
         for slug, path in graphs.items():
-            show = partial(renderer.kept, opened, path.stem, "", False)
+            show = partial(renderer.kept, opened, path.stem, View())
             self._add(f"/graphs/{path.stem}", f"graphs/{slug}/index.html", show)
 
 

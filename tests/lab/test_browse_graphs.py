@@ -5,18 +5,22 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
 import pytest
+from markupsafe import escape
 from starlette.testclient import TestClient
 
 from param_decomp_lab import load_run
-from param_decomp_lab.graph import Graph
+from param_decomp_lab.graph import Graph, Node
 from param_decomp_lab.harvest.files.averages import AverageOptions, write_averages
+from param_decomp_lab.harvest.files.labels import Labels
 from param_decomp_lab.opening import Run
+from tests.lab.shared_folders import DOWN, hand_graph, harvest_step
 from tests.lab.test_browse import LLAMA, MARKUP, TOY, base, client
 
 TEXT = "then"
@@ -49,8 +53,18 @@ def wait(browser: TestClient, page: str, **params: str) -> str:
 
 
 def data_of(page: str) -> dict[str, list[list[object]]]:
-    found: dict[str, list[list[object]]] = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-    return found
+    found = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    return {"nodes": found["nodes"], "edges": found["edges"]}
+
+
+def drawn_in(page: str) -> list[str]:
+    """What is drawn of each edge."""
+    return re.findall("<path [^>]*>", page.partition('<g id="lines">')[2].partition("</g>")[0])
+
+
+def listed(page: str) -> list[str]:
+    """The list of nodes, an entry each."""
+    return page.partition('id="nodes"')[2].partition("</ol>")[0].split("<li ")[1:]
 
 
 def test_a_graph_is_made_and_kept(shown: TestClient, mine: Path, run: Run) -> None:
@@ -61,7 +75,7 @@ def test_a_graph_is_made_and_kept(shown: TestClient, mine: Path, run: Run) -> No
     # The page's graph and ours are of different numbers of devices: alike but for roundings, and nodes of nearly equal
     # influence may have changed places.
     at = {node.id: node for node in graph.nodes}
-    shown_ids = [str(node[6]) for node in data["nodes"]]
+    shown_ids = [str(node[3]) for node in data["nodes"]]
     assert sorted(shown_ids) == sorted(at)
     places = [at[name].influence + 10 * (at[name].kind == "output") for name in shown_ids]
     assert places == pytest.approx(sorted(places, reverse=True), rel=1e-4)
@@ -70,9 +84,9 @@ def test_a_graph_is_made_and_kept(shown: TestClient, mine: Path, run: Run) -> No
     best = graph.components[0]
     chosen = shown.get(f"{here}/graph", params={"prompt": TEXT, "target": "h", "node": best.id}).text
     own = [edge for edge in graph.edges if best in (graph.nodes[edge.source], graph.nodes[edge.target])]
-    assert chosen.count("<line") == len(own)
+    assert len(drawn_in(chosen)) == len(own)
     for other, _ in (*graph.into(best)[:5], *graph.out_of(best)[:5]):
-        link = f"{here}/graph?prompt={TEXT}&target=h&node={quote(other.id, safe='')}"
+        link = f"?prompt={TEXT}&target=h&node={quote(other.id, safe='')}"
         assert link in unescape(chosen)
     assert f"{here}/sites/{best.site}/{best.number}" in chosen
     assert "Keep this graph" in page
@@ -133,9 +147,9 @@ def test_groups_as_nodes(shown: TestClient, mine: Path, run: Run) -> None:
     graph.save(mine / LLAMA / "graphs" / "groups.json")
     here = f"{base(mine)}/graphs/groups"
     one_by_one = shown.get(here)
-    assert f"{here}?groups=1" in unescape(one_by_one.text)
+    assert 'href="?groups=1"' in one_by_one.text
     page = shown.get(here, params={"groups": "1", "node": name})
-    ids = [node[6] for node in data_of(page.text)["nodes"]]
+    ids = [node[3] for node in data_of(page.text)["nodes"]]
     assert set(ids) == {node.id for node in merged.nodes}
     number = merged.node(name).number
     assert f"{base(mine)}/groups/{number}" in page.text
@@ -223,3 +237,114 @@ def test_a_page_of_two_thousand_nodes(shown: TestClient, mine: Path, run: Run) -
     assert "draws the largest 2000 nodes" in page.text
     between = sum(source < 2000 and target < 2000 for source, target in ends)
     assert f"The {between - 6000:,} edges of smallest share are not on this page" in page.text
+
+
+def test_the_strongest_edges_are_drawn_at_first(shown: TestClient, mine: Path, run: Run) -> None:
+    graph = run.graph(TEXT, nodes_share=0.95)
+    replace(graph, edges=graph.edges[::-1]).save(mine / LLAMA / "graphs" / "strongest.json")
+    here = f"{base(mine)}/graphs/strongest"
+    scores = sorted((graph.nodes[e.target].influence * e.share for e in graph.edges), reverse=True)
+    assert len(scores) > 100
+    for address, n in (("", 40), ("?edges=7", 7), ("?edges=80", 80), ("?edges=0", 0), ("?edges=99999", len(scores))):
+        page = shown.get(here + address).text
+        assert len(drawn_in(page)) == n
+        if n:
+            assert f"The <b>{n}</b> strongest of {len(scores):,} edges" in page
+            part = re.search(r"with <b>([\d.]+)", page)
+            assert part is not None
+            assert float(part[1]) == pytest.approx(100 * sum(scores[:n]) / sum(scores), abs=0.06)
+    first = shown.get(f"{here}?edges=1").text
+    best = max(graph.edges, key=lambda e: graph.nodes[e.target].influence * e.share)
+    ids = [str(node[3]) for node in data_of(first)["nodes"]]
+    ends = [
+        re.search(rf'id="n{ids.index(graph.nodes[n].id)}".*?cx="([\d.]+)" cy="([\d.]+)"', first)
+        for n in (best.source, best.target)
+    ]  # fmt: skip
+    [line] = drawn_in(first)
+    (x1, y1), (x2, y2) = ([f"{float(x):g}" for x in end.groups()] for end in ends if end is not None)
+    assert re.search(rf'd="M{x1} {y1}Q\S+ \S+ {x2} {y2}"', line)
+    assert 'href="?edges=80#edges=80">more' in shown.get(here).text
+    assert shown.get(f"{here}?edges=many").status_code == 404
+
+
+def test_nodes_are_named_and_listed(shown: TestClient, mine: Path, run: Run) -> None:
+    """In the picture by label or tokens, in the list with examples, once for each component; so is one that is
+    chosen."""
+    graph = run.graph(TEXT, nodes_share=0.95)
+    graph.save(mine / LLAMA / "graphs" / "named.json")
+    here, best = f"{base(mine)}/graphs/named", graph.components[0]
+    everywhere = [node for node in graph.components[1:] if run.harvest.summary(node.site).tokens[node.number, 0] < 0]
+    named = [node for node in graph.components if node not in everywhere]
+    other = next(node for node in named if (node.site, node.number) != (best.site, best.number))
+    Labels(mine / LLAMA, run.harvest.plan.step).set(best.site, best.number, f"ends of clauses {MARKUP}", "Ada")
+    page = shown.get(here).text
+    assert MARKUP not in page
+    entries = listed(page)
+    order = sorted(graph.nodes, key=lambda node: (node.kind != "output", -node.influence))
+    assert len(entries) == len(order)
+    by_id = {str(node[3]): entry for node, entry in zip(data_of(page)["nodes"], entries, strict=True)}
+    assert ">ends of clauses &lt;/title&gt;" in by_id[best.id]
+    assert ">ends of clau…</text>" in page
+    known = [token for token in run.harvest.summary(other.site).tokens[other.number].tolist() if token >= 0]
+    tokens = [name.strip() or name for name in run.harvest.names(known)]
+    assert f">{escape(' '.join(tokens[:3]))}</a>" in by_id[other.id]
+    for node in everywhere[:1]:  # no token tells anything
+        assert f">component {node.number}</a>" in by_id[node.id]
+    for node in (best, other):
+        assert f"{node.site} {node.number} · &#39;{TEXT[node.position]}&#39; at {node.position}" in by_id[node.id]
+    components = {(node.site, node.number) for node in graph.components}
+    assert len(components) < len(graph.components)
+    assert page.count(">the whole page</a>") == len(components)
+    for site, number in components:
+        assert page.count(f'href="{base(mine)}/sites/{site}/{number}"') == 1
+    [first] = run.harvest.examples(best.site, best.number, most=1)
+    at = first.position - first.first
+    here_and_after = f"<mark>{escape(first.names[at])}</mark>{escape(''.join(first.names[at + 1 : at + 7]))}</q>"
+    assert here_and_after in by_id[best.id]
+    chosen = shown.get(here, params={"node": best.id}).text.partition('id="node"')[2].partition("</section>")[0]
+    assert here_and_after in chosen
+    assert f'href="{base(mine)}/sites/{best.site}/{best.number}"' in chosen
+    raised = run.harvest.weights("layers.1.mlp.down_proj", 3)["promoted"][:5]
+    graph = replace(graph, nodes=(*graph.nodes, Node("component", "layers.1.mlp.down_proj", 3, 3, 1.0, 1.0, 0.0)))
+    graph.save(mine / LLAMA / "graphs" / "down.json")
+    of_down = [e for e in listed(shown.get(f"{base(mine)}/graphs/down").text) if "layers.1.mlp.down_proj 3 ·" in e]
+    [entry] = (e for e in of_down if "<details" in e)
+    codes = "".join(f" <code>{escape(name)}</code>" for name in run.harvest.names(raised))
+    assert f"; raises{codes}; lowers <code>" in entry
+
+
+def test_what_is_said_of_residual_errors_and_scores(shown: TestClient, mine: Path) -> None:
+    graph = hand_graph(harvest_step(mine, LLAMA))
+    graph.save(mine / LLAMA / "graphs" / "hand.json")
+    here = f"{base(mine)}/graphs/hand"
+    page = shown.get(here).text
+    assert page.count("Circuit-tracer calls it an error node") == 1  # of two
+    # Embeddings have 0.5 of what ends, rests 0.3. Nodes but outputs have 2 of influence, and that is 0.8 of all.
+    assert ">Replacement score</abbr> 62.5\u00a0%, " in page
+    assert ">completeness score</abbr> 91.4\u00a0%." in page
+    chosen = shown.get(here, params={"node": f"{DOWN}:rest@3"}).text
+    said = chosen.partition('id="node"')[2].partition("</section>")[0]
+    assert "residual error <small>layers.1.mlp.down_proj · " in said
+    assert "Circuit-tracer calls it an error node" in said
+    assert re.search(r'<h3>comes from</h3>\s*<p class="note">nothing</p>', said)
+
+
+def test_a_component_that_the_harvest_does_not_have(shown: TestClient, mine: Path) -> None:
+    """The graph is of another run's size, or of sites that were not harvested."""
+    graph = hand_graph(harvest_step(mine, LLAMA))
+    strange = (Node("component", DOWN, 3, 10**6, 1.0, 1.0, 0.9), Node("component", "layers.9.up", 3, 0, 1.0, 1.0, 0.8))
+    replace(graph, nodes=(*graph.nodes, *strange)).save(mine / LLAMA / "graphs" / "strange.json")
+    page = shown.get(f"{base(mine)}/graphs/strange")
+    assert page.status_code == 200
+    assert ">component 1000000</a>" in page.text
+    for node in strange:
+        assert shown.get(f"{base(mine)}/graphs/strange", params={"node": node.id}).status_code == 200
+
+
+def test_the_best_examples_alone(run: Run) -> None:
+    site = "layers.0.mlp.up_proj"
+    for number in range(4):
+        top = [e for e in run.harvest.examples(site, number) if e.kind == "top"]
+        best = sorted(top, key=lambda e: -e.importance * abs(e.activation))[:3]
+        found = run.harvest.examples(site, number, most=3)
+        assert [(e.row, e.position, e.tokens) for e in found] == [(e.row, e.position, e.tokens) for e in best]

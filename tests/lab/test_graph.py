@@ -55,6 +55,26 @@ def test_everything_is_in_a_graph_that_is_not_pruned(whole: Graph, run: Run) -> 
     assert whole.outputs[0].value == pytest.approx(logits[104] - logits.mean(), abs=1e-4)
 
 
+def test_scores_are_those_of_circuit_tracer(run: Run, whole: Graph) -> None:
+    """By its formulas on the dense matrix of the whole graph (E9); a graph that is pruned has the same."""
+    nodes = whole.nodes
+    A = np.zeros((len(nodes), len(nodes)))
+    for edge in whole.edges:
+        A[edge.target, edge.source] += abs(edge.weight)
+    A /= np.maximum(A.sum(axis=1, keepdims=True), 1e-30)
+    p = np.asarray([node.influence if node.kind == "output" else 0.0 for node in nodes])
+    influence = np.linalg.solve(np.eye(len(nodes)) - A.T, p) - p
+    ends = {kind: np.asarray([node.kind == kind for node in nodes]) for kind in ("embedding", "rest")}
+    words, errors = influence[ends["embedding"]].sum(), influence[ends["rest"]].sum()
+    without = 1 - A[:, ends["rest"]].sum(axis=1)
+    completeness = (without * (influence + p)).sum() / (influence + p).sum()
+    assert 0.1 < completeness < 0.999
+    pruned = run.graph(TEXT, target=[104, 7], **WHOLE | {"nodes_share": 0.5, "edges_share": 0.9})
+    for graph in (whole, pruned):
+        assert graph.replacement_score == pytest.approx(words / (words + errors), rel=1e-3)
+        assert graph.completeness_score == pytest.approx(completeness, rel=1e-3)
+
+
 def test_edges_into_a_component_are_direct(whole: Graph) -> None:
     """What an `up_proj` of layer 1 reads, components of layer 0 have written; its own layer's have not."""
     node = next(node for node in whole.components if node.site == "layers.1.mlp.up_proj")

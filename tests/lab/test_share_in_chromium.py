@@ -60,8 +60,16 @@ def test_a_copy_needs_no_server(run: Path, tmp_path: Path, browser: Browser) -> 
     page.get_by_label("group").fill("mine")
     page.get_by_role("button", name="Make a group").click()
     assert "mine (1)" in page.locator("#selection").inner_text()
-    assert page.locator("#lines line").count() > 0
+    assert page.locator("#lines path").count() > 0
+    page.reload()  # the address has it
+    assert "mine (1)" in page.locator("#selection").inner_text()
+    page.get_by_role("button", name="Undo").click()
     page.locator("svg a.component").first.click()
-    follow(page.get_by_role("link", name="what this component does"))
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download SVG").click()
+    assert download.value.path().read_text().startswith("<svg ")
+    follow(page.locator("#node").get_by_role("link", name="the whole page"))
     assert page.url.endswith(f"/sites/{DOWN}/5.html")
+    page.go_back()
+    assert page.locator("#n2.chosen, #i2.chosen").count() == 2
     assert said == []

@@ -203,11 +203,15 @@ class Harvest:
             self.plan.n_positions, self.plan.inputs == "tokens",
         )  # fmt: skip
 
-    def examples(self, site: str, number: int) -> list[Example]:
+    def examples(self, site: str, number: int, most: int | None = None) -> list[Example]:
         """Firings of largest ``λ · |a|``, best first (``top``; of both signs of a, where it has both), then a uniform
-        sample of all in random order (``uniform``). Harvests of format 1 have those of largest λ as ``top``."""
+        sample of all in random order (``uniform``). Harvests of format 1 have those of largest λ as ``top``. ``most``:
+        that many of those of largest ``λ · |a|`` alone, which are read much faster than all."""
         rows = self._rows("examples", site, number).to_pylist()
         with self._damage(self.folder):
+            if most is not None:
+                top = [row for row in rows if row["kind"] == "top"]
+                rows = sorted(top, key=lambda row: -row["importance"] * abs(row["activation"]))[:most]
             return [self._example(row) for row in sorted(rows, key=lambda row: row["kind"])]
 
     def tokens(self, site: str, number: int) -> pa.Table:

@@ -1,0 +1,136 @@
+"""The nodes of a graph in words: names, places, and what a component does, in brief."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from param_decomp_lab.browse.catalog import Opened
+from param_decomp_lab.browse.pages import address, clean, shown_tokens
+from param_decomp_lab.data.token_names import STORED_CHARACTERS
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.graph.graph import Graph, Node
+from param_decomp_lab.harvest.files import Example
+
+NAMED_BY = 3
+"""Tokens that name a component without a label."""
+EXAMPLES = 3
+AROUND = 6
+"""Tokens before and after the one where it fires."""
+TOKENS = 5
+"""Tokens that a component raises, and that it lowers."""
+
+
+@dataclass(frozen=True)
+class Essentials:
+    """What a component does, in brief. ``examples``: before, at and after the place where it fires; ``raises``,
+    ``lowers``: tokens, by the logit lens of U, where its site writes to the residual stream."""
+
+    density: float
+    examples: list[tuple[str, str, str]] = field(default_factory=list)
+    raises: list[str] = field(default_factory=list)
+    lowers: list[str] = field(default_factory=list)
+
+
+def essentials(opened: Opened, site: str, number: int) -> Essentials | None:
+    """None for a component that the harvest does not have, or where that is damaged: its own page says what is
+    wrong."""
+    if not _is_known(opened, site, number):
+        return None
+    harvest = opened.harvest
+    try:
+        weights = harvest.weights(site, number)
+        return Essentials(
+            float(harvest.component(site, number)["density"]),
+            [_in_context(e) for e in harvest.examples(site, number, most=EXAMPLES)],
+            harvest.names(weights["promoted"][:TOKENS]),
+            harvest.names(weights["suppressed"][:TOKENS]),
+        )
+    except UserError:
+        return None
+
+
+def _in_context(example: Example) -> tuple[str, str, str]:
+    if not example.of_text:
+        return "", ", ".join(example.names), ""
+    here = example.position - example.first
+    before = "".join(example.names[max(0, here - AROUND) : here])
+    return before, example.names[here], "".join(example.names[here + 1 : here + 1 + AROUND])
+
+
+def _is_known(opened: Opened, site: str, number: int) -> bool:
+    return site in opened.harvest.sites and 0 <= number < opened.harvest.site(site).C
+
+
+def short_name(opened: Opened, graph: Graph, node: Node) -> str:
+    """A component's label, or else the tokens that tell most about it; the token of an output or embedding."""
+    match node.kind:
+        case "component":
+            label = opened.labels.of_site(node.site).get(node.number, "").strip()
+            if label:
+                return clean(label, 80)
+            tokens = _tokens(opened, node.site, node.number)
+            return clean(" ".join(tokens), 80) if tokens else f"component {node.number}"
+        case "rest":
+            return "residual error"
+        case "biases":
+            return "all biases"
+        case "group":
+            return f"group {node.number}"
+        case "output":
+            return output_name(graph, node)
+        case "embedding":
+            return _token(graph, node) if graph.token_ids else f"feature {node.number}"
+
+
+def _tokens(opened: Opened, site: str, number: int) -> list[str]:
+    if not _is_known(opened, site, number):
+        return []
+    try:
+        ids = opened.summary(site).tokens[number].tolist()
+        return [name.strip() or name for name in shown_tokens(opened, ids)[:NAMED_BY]]
+    except UserError:
+        return []
+
+
+def where(graph: Graph, node: Node) -> str:
+    """The matrix and number, and the token: ``layers.3.mlp.down_proj 17 · ' a' at 4``."""
+    what = {
+        "component": f"{node.site} {node.number}", "rest": node.site, "output": "output", "embedding": "embedding",
+        "group": f"{len(node.members)} components", "biases": "",
+    }[node.kind]  # fmt: skip
+    at = f"'{_token(graph, node)}' at {node.position}" if 0 <= node.position < len(graph.tokens) else ""
+    return " · ".join(part for part in (clean(what, 300), at) if part)
+
+
+def _token(graph: Graph, node: Node) -> str:
+    inside = 0 <= node.position < len(graph.tokens)
+    return clean(graph.tokens[node.position], STORED_CHARACTERS) if inside else ""
+
+
+def output_name(graph: Graph, node: Node) -> str:
+    return clean(graph.output_names[node.number], STORED_CHARACTERS)
+
+
+def page_of(opened: Opened, node: Node) -> str:
+    """The address of a component's or a group's own page; "" where there is none."""
+    if node.kind == "group":
+        return address(opened.run, opened.name, "groups", node.number)
+    if node.kind != "component" or node.site not in opened.harvest.sites:
+        return ""
+    return address(opened.run, opened.name, "sites", node.site, node.number)
+
+
+def subject(node: Node) -> str:
+    """What the explanation of a node is about: nodes of one subject share it."""
+    match node.kind:
+        case "component":
+            return f"{node.site}:{node.number}"
+        case "group":
+            return node.id
+        case _:
+            return node.kind
+
+
+def first_of_subject(nodes: Sequence[Node]) -> list[int]:
+    """By node, the first node of the same subject."""
+    found: dict[str, int] = {}
+    return [found.setdefault(subject(node), k) for k, node in enumerate(nodes)]
