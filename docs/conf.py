@@ -1,8 +1,10 @@
 """The documentation site, built by `make docs`: the pages of this folder, and the API reference from docstrings."""
 
 import os
+import shutil
 import sys
 import typing
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,18 @@ maximum_signature_line_length = 100
 html_theme = "furo"
 html_copy_source = False
 html_show_copyright = False
+
+
+def _unpack_gallery() -> list[str]:
+    """The pages of the gallery (`experiments/evidence/gallery.py`), which go into the site as they are."""
+    folder = Path(__file__).parents[1] / "build" / "gallery"
+    shutil.rmtree(folder, ignore_errors=True)
+    with zipfile.ZipFile(Path(__file__).with_name("gallery.zip")) as archive:
+        archive.extractall(folder / "gallery")
+    return [str(folder)]
+
+
+html_extra_path = _unpack_gallery()
 
 _IN_THE_ROOT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 """Pages of the repository's root that pages of this folder include: links to the former are to lead to the latter."""

@@ -94,7 +94,8 @@ def _faithfulness(coeff: float) -> str:
     return f"{{type: FaithfulnessLoss, coeff: {coeff}}}"
 
 
-def _unfaithful(minimality: float, attack: float, faithfulness: float = 1e4) -> dict[str, str]:
+def _smollm2(minimality: float, attack: float, faithfulness: float) -> dict[str, str]:
+    """The rate and the coefficients of `configs/demo-smollm2.yaml`, whatever the file has."""
     return {
         **_RATE,
         **_loss(0, _minimality(minimality)),
@@ -121,13 +122,16 @@ _WORDS: Mapping[str, Mapping[str, str]] = {
     "C-256-attack-2.2-adamw": {**_words(256, 2.1e-2, 2.2), **_adamw(9e-3)},
 }
 _SMOLLM2: Mapping[str, Mapping[str, str]] = {
-    "rate-1e-2": _RATE,
-    "C-2304": {**_RATE, "pd.decomposition_targets.0.C": "2304"},
-    "faithfulness-1e3": {**_RATE, **_loss(3, _faithfulness(1e3))},
-    "faithfulness-1e4-attack-1": _unfaithful(1e-2, 1.0),
-    "faithfulness-1e4-attack-1.5": _unfaithful(1.2e-2, 1.5),
-    "faithfulness-3e3-attack-1.5": _unfaithful(1.2e-2, 1.5, 3e3),
-    "faithfulness-1e4-stochastic-8": {**_unfaithful(1e-2, 1.5), **_loss(1, "{type: StochasticReconLoss, coeff: 8}")},
+    "rate-1e-2": _smollm2(2e-2, 2.0, 1e5),
+    "C-2304": {**_smollm2(2e-2, 2.0, 1e5), "pd.decomposition_targets.0.C": "2304"},
+    "faithfulness-1e3": _smollm2(2e-2, 2.0, 1e3),
+    "faithfulness-1e4-attack-1": _smollm2(1e-2, 1.0, 1e4),
+    "faithfulness-1e4-attack-1.5": _smollm2(1.2e-2, 1.5, 1e4),
+    "faithfulness-3e3-attack-1.5": _smollm2(1.2e-2, 1.5, 3e3),  # the demo
+    "faithfulness-1e4-stochastic-8": {
+        **_smollm2(1e-2, 1.5, 1e4),
+        **_loss(1, "{type: StochasticReconLoss, coeff: 8}"),
+    },
     # Some of the three matrices masked, at each position others, so that one can get better while the others are bad.
     "subset": {
         **_RATE,

@@ -96,7 +96,7 @@ def described(run: Run, site: str, number: int, n_examples: int, places: int) ->
         f"- Predictions, everywhere and where it fires: {', '.join(following)}",
     ]
     examples = harvest.examples(site, number)
-    effects = run.effect(site, number, places).by_sign() if places else {}
+    effects = run.effect(site, number, places=places).by_sign() if places else {}
     drawn = [e for e in examples if e.kind == "uniform"]
     top = dict(by_sign(examples))
     for sign, positive in (("a > 0", True), ("a < 0", False)):

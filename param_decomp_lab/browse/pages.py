@@ -64,7 +64,7 @@ class Pages:
             percent=percent,
             amount=amount,
             clean=clean,
-            brief=lambda text: clean(text, LABEL_CHARACTERS),
+            brief=brief,
             signed=signed,
             breakable=breakable,
         )
@@ -311,6 +311,12 @@ def address(*parts: object, **parameters: object) -> str:
 def clean(text: object, limit: int = 10_000) -> str:
     """Text from outside, without what reverses or hides text."""
     return printable(str(text), limit)
+
+
+def brief(text: object) -> str:
+    """The beginning of a text from outside, for a list."""
+    said = clean(text)
+    return said if len(said) <= LABEL_CHARACTERS else f"{said[: LABEL_CHARACTERS - 1].rstrip()}…"
 
 
 def breakable(name: str) -> Markup:

@@ -87,7 +87,7 @@ def show_graph(console: Console, graph: Graph) -> None:
         highlight=False,
     )
     console.print(
-        f"Influence ends in embeddings {percent(shares.embeddings)}, rests {percent(shares.rests)} (deltas "
+        f"Influence ends in embeddings {percent(shares.embeddings)}, residual errors {percent(shares.rests)} (deltas "
         f"{percent(shares.deltas)}), biases {percent(shares.biases)}, components not followed "
         f"{percent(shares.not_followed)}. Replacement score {percent(graph.replacement_score)}, completeness score "
         f"{percent(graph.completeness_score)}.",

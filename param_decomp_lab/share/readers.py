@@ -96,6 +96,6 @@ def refuse_unshown(graph: Graph, slug: str, reader: Reader) -> None:
     inside = any(node.kind in ("component", "rest") for node in graph.nodes)
     if isinstance(reader, Neuronpedia) and not inside:
         raise UserError(
-            f"graph {slug} has neither components nor rests, and Neuronpedia's page opens no graph without a layer; "
-            "make it again with a larger share of influence, `pd graph --nodes`"
+            f"graph {slug} has neither components nor residual errors, and Neuronpedia's page opens no graph without a "
+            "layer; make it again with a larger share of influence, `pd graph --nodes`"
         )

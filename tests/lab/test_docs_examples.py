@@ -30,6 +30,8 @@ DEMO = ROOT / "configs" / "demo"
 
 RUN = "runs/p-1a2b3c4d"
 """A run in the examples. In Python it stands for the tests' tiny run, on the command line for the demo's."""
+OTHER = "runs/p-5e6f7a8b"
+"""Another run of the same target; in Python the same tiny run."""
 SITES = {"layers.2.mlp.up_proj": "layers.1.mlp.up_proj", "layers.3.mlp.down_proj": "layers.1.mlp.up_proj"}
 """Sites of the demo's run that are named in Python, and the tiny run's that take their place."""
 FRAGMENTS = {"development.md"}
@@ -58,7 +60,8 @@ def test_python(page: str, harvested: Path, run: Run, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)  # what an example saves is not to lie among the sources
     names: dict[str, Any] = {}
     for block in blocks(page, "python"):
-        for documented, used in {RUN: str(harvested / "p-00000001"), **SITES}.items():
+        tiny = str(harvested / "p-00000001")
+        for documented, used in {RUN: tiny, OTHER: tiny, **SITES}.items():
             block = block.replace(documented, used)
         lines = block.splitlines()
         for statement in ast.parse(block).body:
