@@ -51,7 +51,7 @@ class Instruction:
 
     @property
     def n_bytes(self) -> int:
-        """Of the whole result."""
+        """Bytes of the whole result."""
         return sum(a.n_bytes for a in self.arrays)
 
     def called(self, attribute: str) -> tuple[str, ...]:

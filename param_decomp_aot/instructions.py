@@ -81,7 +81,7 @@ class Instructions:
             if scope and (self.is_argument(looked_at) or not _MADE_UP.match(scope[1])):
                 return scope[1].replace("\\'", "'"), self._source(definition)
             called = [self._root_of[c] for c in _CALLED.findall(definition) if c in self._root_of]
-            # What follows the operands (a loop's body, control dependencies) is no origin.
+            # What follows the operands (a loop's body, control dependencies) is not an origin.
             read = instruction(looked_at, definition).operands if definition else ()
             # Of a part of a tuple, %x#1, the tuple.
             for other in (*called, *(operand.partition("#")[0] for operand in read)):

@@ -33,9 +33,9 @@ Bound = Literal["arithmetic", "memory", "node links", "network"]
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one GPU. ``…_flops``: FLOP/s of matrix products; ``memory``: bytes/s; ``node_link``: bytes/s to the other GPUs
-    of its node, in one direction (NVLink, or the PCIe bus where there is none); ``network``: bytes/s to other nodes, in
-    one direction. ``source``: where they come from, in words."""
+    """The rates of one GPU. ``…_flops``: FLOP/s of matrix products; ``memory``: bytes/s; ``node_link``: bytes/s to the
+    other GPUs of its node, in one direction (NVLink, or the PCIe bus where there is none); ``network``: bytes/s to
+    other nodes, in one direction. ``source``: where they come from, in words."""
 
     bf16_flops: float
     tf32_flops: float
@@ -74,7 +74,7 @@ class Latency:
     network_hop: float
 
     def of(self, count: int, node_hops: int, network_hops: int) -> float:
-        """Of ``count`` operations with so many hops altogether."""
+        """Seconds of ``count`` operations with so many hops altogether."""
         return count * self.start + node_hops * self.node_hop + network_hops * self.network_hop
 
 

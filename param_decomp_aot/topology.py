@@ -94,7 +94,7 @@ def gpus(target_config: str, n_gpus: int, per_node: int = 8) -> Sequence[Any]:
     """``n_gpus`` devices to compile for, ``per_node`` to a node, none of which exists.
 
     Raises MissingPlugin where JAX's CUDA plugin is missing, RuntimeError where JAX is not told to run on the CPU,
-    ValueError for GPUs that are no whole nodes.
+    ValueError for GPUs that do not fill whole nodes.
     """
     if jax.config.values["jax_platforms"] != "cpu":
         raise RuntimeError("compiling for GPUs that are not here needs JAX_PLATFORMS=cpu in the environment")

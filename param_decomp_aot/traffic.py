@@ -80,8 +80,8 @@ class Collective:
 
 @dataclass(frozen=True)
 class Sum:
-    """Of several collective operations. ``count``: how often one is run; ``payload``, ``within``, ``across``: bytes per
-    device; ``node_hops``, ``network_hops``: see `Collective.hops`."""
+    """The sum of several collective operations. ``count``: how often one is run; ``payload``, ``within``, ``across``:
+    bytes per device; ``node_hops``, ``network_hops``: see `Collective.hops`."""
 
     count: int = 0
     payload: int = 0
@@ -93,7 +93,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one run of a program, per device, in bytes.
+    """What one run of a program moves, per device, in bytes.
 
     ``memory``: read and written in its memory, by scope (`Instructions.origin`); ``products``: what kernels of matrix
     products have of that, all together. ``host``: in the host's.

@@ -37,7 +37,7 @@ def not_written(path: Path, error: OSError, advice: str) -> CannotWrite | UserEr
 def write_whole(file: Path, text: str) -> None:
     """Writes ``text`` in place of whatever ``file`` holds; a reader finds the old or the new, never a part.
 
-    A link is followed. What is no regular file (a device, a pipe, this process's own output) is written into.
+    A link is followed. What is not a regular file (a device, a pipe, this process's own output) is written into.
     """
     stream = _own_stream(file)
     if stream is not None:
@@ -171,7 +171,7 @@ def put_in_place(folder: Path, out: Path, *, marker: str, overwrite: bool) -> No
 
 @contextmanager
 def _cannot_write(out: Path) -> Iterator[None]:
-    """Raises CannotWrite for what a full or failing disk does to the block. Its other errors are no matter of disks."""
+    """Raises CannotWrite for what a full or failing disk does to the block. Its other errors do not concern disks."""
     try:
         yield
     except OSError as error:
@@ -278,7 +278,7 @@ def cache_folder(name: str) -> Path:
 
 
 def boot_id() -> str:
-    """Of the machine since its last start; "" if unknown."""
+    """The id of the machine's last start; "" if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -82,7 +82,7 @@ def assignments(options: argparse.Namespace, config: RunConfig, devices: int) ->
 
 
 def _place(config: RunConfig, *kinds: type[Any]) -> int:
-    """Of the first loss of one of these kinds."""
+    """The place of the first loss of one of these kinds."""
     for n, loss in enumerate(config.method.pd.loss_metrics):
         if isinstance(loss, kinds):
             return n
@@ -115,7 +115,7 @@ def measure(outline: Outline, steps: int, processes: Processes) -> dict[str, Any
 
 
 def _peak() -> int:
-    """Of this process's devices the most; 0 where they do not tell."""
+    """The largest peak among this process's devices; 0 where they do not tell."""
     return max(int(allocated(device).get("peak_bytes_in_use", 0)) for device in jax.local_devices())
 
 

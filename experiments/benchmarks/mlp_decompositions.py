@@ -139,7 +139,8 @@ def eval_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...
 
 
 def flops_of(of: MLPs, policy: MemoryPolicy) -> Flops:
-    """Of the whole step. Traced with no mesh in sight: the same arithmetic, as far as it is not in a `shard_map`."""
+    """FLOPs of the whole step. Traced with no mesh in sight: the same arithmetic, as far as it is not in a
+    `shard_map`."""
     problem = problem_of(of, policy)
     shapes = jax.eval_shape(lambda: init_state(problem.decomposition, problem.target.sites, (of.batch, of.seq)))
     weights = weights_of(of.model)

@@ -102,7 +102,7 @@ def control(run: Run, chosen: list[str], counts: dict[str, np.ndarray], rng: np.
 
 
 def probabilities(run: Run, rows: np.ndarray, chosen: list[str], token: int) -> np.ndarray:
-    """Of the token after every position, without these components."""
+    """Probabilities of the token after every position, without these components."""
     masks = {}
     if chosen:
         for site, mask in selected(chosen, run.sites, 1, may_have_positions=False, groups=lambda: run.groups).items():

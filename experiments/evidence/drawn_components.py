@@ -99,8 +99,8 @@ def described(run: Run, site: str, number: int, n_examples: int, places: int) ->
     effects = run.effect(site, number, places=places).by_sign() if places else {}
     drawn = [e for e in examples if e.kind == "uniform"]
     top = dict(by_sign(examples))
-    for sign, positive in (("a > 0", True), ("a < 0", False)):
-        of_sign = [e for e in drawn if (e.activation > 0) is positive]
+    for sign, factor in (("a > 0", 1), ("a < 0", -1)):
+        of_sign = [e for e in drawn if factor * e.activation > 0]
         if not (sign in top or of_sign or sign in effects):
             continue
         lines.append(f"\n### {sign}: {len(of_sign)} of a random sample of {len(drawn)} firings\n")

@@ -72,7 +72,7 @@ def held_out(run: Run, n: int, tokens: int, seed: int) -> list[np.ndarray]:
 
 
 def change(run: Run, prompt: np.ndarray, selection: list[str], output: int) -> float:
-    """Of the output's logit, when these components are taken out."""
+    """The change of the output's logit when these components are taken out."""
     return run.intervene(prompt, selection, readings=("ci",)).readings["ci"].change(output)
 
 

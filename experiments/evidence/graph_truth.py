@@ -38,8 +38,8 @@ def main() -> None:
 
 
 def judge(run: Run) -> tuple[list[float], list[float], list[float]]:
-    """Of each feature: the largest share of another component at a site with one for each feature, that of its own at
-    such sites (the least), and the influence that ends in rests."""
+    """For each feature: the largest share of another component at a site with one for each feature, its own component's
+    least share at such sites, and the influence that ends in residual errors."""
     reads = run.architecture.inputs
     assert isinstance(reads, FeatureInputs)
     importances = run.causal_importances(VALUE * np.eye(reads.n_features, dtype=np.float32))

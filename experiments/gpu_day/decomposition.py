@@ -35,7 +35,7 @@ log_every: 1
 
 
 def check_smollm2(folder: Path) -> None:
-    """UserError for a folder that `pd weights import-gguf` has not made, or that is no model's."""
+    """UserError for a folder that `pd weights import-gguf` has not made, or that is not a model's."""
     missing = [name for name in ("config.json", "model.safetensors", "tokenizer.json") if not (folder / name).is_file()]
     if missing:
         raise UserError(

@@ -197,7 +197,7 @@ _TINY = (
 
 
 def toy_items(work: Path) -> tuple[Item, ...]:
-    """Of every kind a small one, for a CPU. ``work``: a folder for the description of a small target."""
+    """A small item of every kind, for a CPU. ``work``: a folder for the description of a small target."""
     target = work / "tiny-target"
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(_TINY_TARGET))

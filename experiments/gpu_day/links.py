@@ -32,7 +32,7 @@ from param_decomp_lab.processes.joining import joined
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 TWICE = ("all-to-all", "collective-permute")
-"""Of which two make a round."""
+"""Operations of which two make a round."""
 AXES = ("others", "group")
 """Groups lie along the second; those along the first do the same at the same time."""
 
@@ -69,7 +69,7 @@ class Fit:
 
 
 def fit(messages: Sequence[Message]) -> Fit:
-    """Of messages of one kind over one link. ValueError where they tell no rate."""
+    """The start and the rate of messages of one kind over one link. ValueError where they tell no rate."""
     if len({m.ring for m in messages}) < 2:
         raise ValueError("messages of one size tell no rate")
     seconds = np.array([m.seconds for m in messages])

@@ -235,7 +235,8 @@ def _clock(found: Tree) -> Iterator[str]:
 
 
 def _plain_flops_per_token(found: Tree, item: Tree) -> float | None:
-    """Of the plain policy, for the same configuration and rows as long; None where that was not counted."""
+    """FLOPs per token of the plain policy, for the same configuration and rows as long; None where that was not
+    counted."""
     for counted in found["planned"].values():
         asked = counted["asked"]
         alike = "total" in counted and counted["leading"][1:] == item["leading"][1:]

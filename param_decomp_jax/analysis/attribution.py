@@ -219,7 +219,8 @@ def take_apart(
 
 
 def _parts_of_site(stack: Stack, of_layer: Any) -> tuple[Array, Array, Array]:
-    """Of one layer's site: activations of what fires, the rest of its output, the delta's part of that."""
+    """Parts of one layer's site: activations of what fires, the residual error of its output, and the delta's part of
+    that."""
     x, y, own, firing, experts = of_layer
     groups = None if experts is None else group(experts, stack.experts or 0)
     inner = row_or_product(x, own.V, groups)

@@ -18,8 +18,8 @@ from param_decomp_jax.targets.plain_linears import CHOSEN, RESIDUAL, PlainLinear
 
 
 class Normalizers(NamedTuple):
-    """Of every component, by stack, sums over the positions of a batch: of λ, of a², and the number of positions
-    (those that take the expert)."""
+    """Sums over the positions of a batch for every component, by stack: of λ, of a², and the number of positions (those
+    that take the expert)."""
 
     importance: dict[str, Float[Array, "layers *experts C"]]
     square: dict[str, Float[Array, "layers *experts C"]]

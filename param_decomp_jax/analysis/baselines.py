@@ -121,8 +121,8 @@ def masked_passes(problem: Problem, parts: Components, weights: Weights, inputs:
 
 
 class MaskedErrors(NamedTuple):
-    """Of some masks: R1 with the masks as they are, and of a language model the cross-entropy of the next token (0 of a
-    toy); R1 with what is off at random, and after each of the attacks' lengths."""
+    """Errors under some masks. R1 with the masks as they are; a language model's cross-entropy of the next token (0 for
+    a toy); R1 with inactive components at random, and after each of the attacks' lengths."""
 
     error: Float[Array, ""]
     cross_entropy: Float[Array, ""]
@@ -243,12 +243,12 @@ def masked_errors(
 
 
 def cross_entropy(problem: Problem, weights: Weights, inputs: Array) -> Float[Array, ""]:
-    """Of the target as it is; 0 of a toy."""
+    """The cross-entropy of the target as it is; 0 for a toy."""
     return cross_entropy_of(problem, weights, inputs, problem.target.forward(weights, inputs, UNTOUCHED).output)
 
 
 def cross_entropy_of(problem: Problem, weights: Weights, inputs: Array, output: Array) -> Float[Array, ""]:
-    """Of an output of the target, of the next token; 0 of a toy."""
+    """The cross-entropy of the next token under an output of the target; 0 for a toy."""
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
         return jnp.zeros(())
     log_p = jax.nn.log_softmax(problem.target.predictions(weights, output[:, :-1]))

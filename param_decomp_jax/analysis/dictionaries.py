@@ -18,9 +18,9 @@ from param_decomp_jax.targets.plain_linears import UNTOUCHED
 Encoder = Literal["standard", "jumprelu", "topk", "gated"]
 Normalization = Literal["none", "constant_norm_rescale", "layer_norm"]
 Tensors = Mapping[str, Array]
-"""Of a dictionary with C latents: ``W_enc [d_in, C]``, ``W_dec [C, d_out]``, ``b_dec [d_out]``; ``b_enc [C]``, or of a
-gated one ``b_gate``, ``b_mag`` and ``r_mag [C]``; ``threshold [C]`` of JumpReLU; ``W_skip [d_out, d_in]``, if there is
-such a connection."""
+"""The tensors of a dictionary with C latents: ``W_enc [d_in, C]``, ``W_dec [C, d_out]``, ``b_dec [d_out]``;
+``b_enc [C]``, or of a gated one ``b_gate``, ``b_mag`` and ``r_mag [C]``; ``threshold [C]`` of JumpReLU;
+``W_skip [d_out, d_in]``, if there is such a connection."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,14 @@ def active(f: Float[Array, "*n C"]) -> Int[Array, "*n"]:
 def most_active(
     problem: Problem, dictionary: Dictionary, tensors: Tensors, weights: Weights, inputs: Array
 ) -> Int[Array, ""]:
-    """Of the clean pass, the number of latents above 0 at the position that has most of them."""
+    """The number of latents above 0 at the position of the clean pass that has most of them."""
     return jnp.max(active(read_and_encode(problem, dictionary, tensors, weights, inputs)[1]))
 
 
 def read_and_encode(
     problem: Problem, dictionary: Dictionary, tensors: Tensors, weights: Weights, inputs: Array
 ) -> tuple[Float[Array, "B T d_in"], Float[Array, "B T C"]]:
-    """Of the clean pass, what a dictionary reads and its latents."""
+    """What a dictionary reads in the clean pass, and its latents."""
     target: Any = problem.target
     x = dictionary.read(activation(target, weights, inputs, dictionary.reads))
     return x, dictionary.latents(tensors, x)

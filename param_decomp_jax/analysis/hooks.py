@@ -27,8 +27,8 @@ class Hook:
 
     @property
     def boundary(self) -> int | None:
-        """Of the residual stream between layers, the number of the layer that it goes into, or of all layers after the
-        last; None for what lies within a layer."""
+        """The number of the layer that a point of the residual stream goes into, or of all layers after the last; None
+        for a point within a layer."""
         return {RESID_PRE: self.layer, RESID_POST: self.layer + 1}.get(self.name)
 
 

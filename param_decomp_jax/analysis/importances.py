@@ -80,7 +80,7 @@ def _by_name(
     chosen: ChosenExperts,
     fill: float,
 ) -> dict[str, Float[Array, "*n C"]]:
-    """Of some sites, what ``of_layer`` gives of a stack's layer; it is called once for all experts of a layer.
+    """What ``of_layer`` gives for some sites, from their stack's layer; it is called once for all experts of a layer.
 
     An expert's site has ``fill`` where it does not exist (X4).
     """
@@ -136,7 +136,7 @@ def squash_existing(squash: Squash, logits: Float[Array, "*s"]) -> Float[Array, 
 
 
 class SiteReading(NamedTuple):
-    """Of one site on a batch: λ, and the activations ``a_c = ‖U_c‖ · (x · V_c)`` of its components, both in fp32.
+    """One site on a batch: λ, and the activations ``a_c = ‖U_c‖ · (x · V_c)`` of its components, both in fp32.
 
     Both are 0 where the site does not exist (X4)."""
 

@@ -76,7 +76,7 @@ class JointAffine(eqx.Module):
         prepare: Callable[[Float[Array, "*n d_in"]], Float[Array, "*n d_in"]],
         memory: MemoryPolicy,
     ) -> Float[Array, "*n d_out"]:
-        """Of every site's clean input, each first put through ``prepare``; in fp32 or wider."""
+        """The affine map of every site's clean input, each first put through ``prepare``; in fp32 or wider."""
 
         def contribution(x: Array, rows: Array | Held, groups: Groups | None) -> Array:
             x = prepare(x)

@@ -203,7 +203,7 @@ class ImportanceReader:
         return self.head_logits(site.head, features, _cast(site.x, self.compute_dtype), V, groups)
 
     def groups(self, stack: Stack, chosen: Any) -> Groups | None:
-        """Of one layer of a stack of experts; None for others."""
+        """The groups of one layer of a stack of experts; None for other stacks."""
         return None if stack.experts is None else group(chosen, stack.experts)
 
 

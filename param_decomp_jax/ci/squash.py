@@ -1,7 +1,7 @@
 """Squashings (C1 to C3): from one logit to the lower and the upper causal importance.
 
 The derivatives are part of the method and differ from those of the values: `jnp.clip` gives ½ at a tie, and the
-one-sided leak of C1 is no derivative at all, it depends on the sign of what comes in.
+one-sided leak of C1 is not a derivative: it depends on the sign of what comes in.
 """
 
 from collections.abc import Callable

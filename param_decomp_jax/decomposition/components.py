@@ -205,7 +205,7 @@ def components_axes(components: Components) -> Any:
 
 
 V_AXES, U_AXES = Axes((None, "component"), product=True), Axes(("component", None), product=True)
-"""Of one site's factors."""
+"""The axes of one site's factors."""
 
 
 def with_lead(axes: Axes, ndim: int) -> Axes:
@@ -214,6 +214,6 @@ def with_lead(axes: Axes, ndim: int) -> Axes:
 
 
 def site_axes(stack: Stack) -> tuple[Axes, Axes]:
-    """Of V and U of one layer of a stack."""
+    """The axes of V and U of one layer of a stack."""
     n = 2 if stack.experts is None else 3
     return with_lead(V_AXES, n), with_lead(U_AXES, n)

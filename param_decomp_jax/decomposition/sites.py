@@ -91,7 +91,7 @@ class Stack:
 
     @property
     def read_width(self) -> int:
-        """Of what a CI function reads of a site."""
+        """The width of what a CI function reads of a site."""
         return self.d_out if self.lookup else self.d_in
 
     @property
@@ -104,7 +104,7 @@ class Stack:
         return (self.n_layers,) if self.experts is None else (self.n_layers, self.experts)
 
     def rows(self) -> list[Any]:
-        """Of each site, its place along the leading axes: a layer, or a layer and an expert."""
+        """Each site's place along the leading axes: a layer, or a layer and an expert."""
         return list(range(self.n_layers)) if self.experts is None else list(product(*map(range, self.lead)))
 
     def of_layer(self, layer: int) -> tuple[int, ...]:

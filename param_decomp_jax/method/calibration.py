@@ -58,7 +58,7 @@ def percentiles(sizes: Float[Array, "*n C"], over: OverPositions) -> Float[Array
 
 
 def _percentile(columns: Float[Array, "n C"], counted: Array) -> Float[Array, " C"]:
-    """Of each column's numbers at the rows that are ``counted``; none is below 0."""
+    """The percentile `ABOVE` of each column's numbers at the rows that are ``counted``; none is below 0."""
     n = columns.shape[0]
     # Whole columns to a device, to be sorted there. What does not count comes first in order.
     in_order = jnp.sort(constrain(jnp.where(counted[:, None], columns, -1), None, "component"), axis=0)

@@ -57,7 +57,7 @@ class CleanPass:
 
     @property
     def looked_up(self) -> dict[str, Int[Array, "layers *leading"]]:
-        """Of the stacks of tables, the numbers of the rows that are looked up (F7)."""
+        """The numbers of the rows that are looked up (F7), by stack of tables."""
         return {stack.name: self.inputs[None] for stack in self.target.sites.stacks if stack.lookup}
 
     @property

@@ -20,7 +20,7 @@ from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import PlainLayer, PlainLinears, frozen_axes
 
 POSITIONS_PER_DIMENSION = 16
-"""Of the batches that second moments are summed over (T6)."""
+"""Positions in the batches that second moments are summed over (T6), for each dimension."""
 NOTHING = 1e-6
 """Columns of ``W Uᵀ`` that are shorter than this share of the longest are roundings: W has a lower rank."""
 
@@ -136,7 +136,7 @@ def _trained(sites: Sites) -> list[Stack]:
 
 
 def _width(stack: Stack) -> int:
-    """Of a stack's second moments."""
+    """The width of a stack's second moments."""
     return stack.d_out if stack.lookup else min(stack.d_in, stack.d_out)
 
 

@@ -114,11 +114,11 @@ class MaskedLayer:
     n_streams: int
     records_outputs: frozenset[str]
     chosen: Int[Array, "B *n k"] | None = None
-    """Of the clean pass, in a layer with sites among its experts."""
+    """Experts that the clean pass has chosen, in a layer with sites among its experts."""
     shares_rows: bool = False
     """What the streams read has one row for all of them, up to the first masked matrix."""
     features: dict[str, Array] = field(default_factory=dict)
-    """Of the layer, where not all sites read the same (`ImportanceReader.layer_features`)."""
+    """Features of the layer, where not all sites read the same (`ImportanceReader.layer_features`)."""
     clean_points: dict[str, Float[Array, "B *n d"]] = field(default_factory=dict)
     """The clean activations at the hooks where streams are compared with them."""
     compared: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -353,7 +353,8 @@ class MaskedLinears:
         return sum(start <= layer for start in self.starts)
 
     def _live(self, layer: int) -> dict[Stack, tuple[int, ...]]:
-        """Of the stacks with a site in this layer: the numbers of the streams in which it is live, if any."""
+        """The streams, by number, in which each stack of this layer is live; stacks that are live in none are left
+        out."""
         found = {}
         for stack in self.sites.stacks:
             if layer in stack.layers:

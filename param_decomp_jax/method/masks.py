@@ -234,7 +234,7 @@ def with_given_parts(sources: SourceKind, parts: Sequence[GivenSources]) -> Sour
 
 
 def _row_axis(stack: Stack) -> int:
-    """Of a stack's sources, the axis that broadcasts against, or tiles, the batch."""
+    """The axis of a stack's sources that broadcasts against the batch, or tiles it."""
     return 1 if stack.experts is None else 2
 
 

@@ -133,7 +133,7 @@ class Objective:
         first_steps = {term.name: attacks[term.name].first_step(spec.steps) for term in terms if term.name in attacks}
 
         def values(from_step: int) -> tuple[dict[str, Array], dict[str, Array]]:
-            """Of the terms that are on from this step on; the others are 0."""
+            """Values of the terms that are on from this step on; the others are 0."""
             on = [term for term in terms if first_steps.get(term.name, 0) <= from_step]
             found: list[list[Stream]] = []
             for term in on:

@@ -114,7 +114,7 @@ class InitKeys(NamedTuple):
 
 
 def init_keys(decomposition: Decomposition) -> InitKeys:
-    """Of what the state before step 0 is drawn with."""
+    """The keys that the state before step 0 is drawn with."""
     return InitKeys(*jax.random.split(decomposition.key("init"), 3))
 
 

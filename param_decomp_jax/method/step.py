@@ -312,7 +312,7 @@ def differentiable_importance(
 
     def importance(components: Components, ci: CIFunction) -> CIOutputs:
         with jax.named_scope("causal_importance"):
-            # Copies are no outputs: nothing is differentiated by them.
+            # Copies are not outputs: nothing is differentiated by them.
             used = with_copies(problem, Learned(components, ci), copies)
             return at_rest(causal_importance(problem, clean_pass, *used))
 

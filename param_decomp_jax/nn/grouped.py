@@ -116,7 +116,7 @@ class OverPositions(eqx.Module):
         return sum_by_expert(x, self.groups, self.n_experts)
 
     def counts(self, bins: Int[Array, "*n C"], n_bins: int) -> Int[Array, "*experts C bins"]:
-        """Of each component, how often each bin occurs."""
+        """How often each bin occurs, for each component."""
         flat = bins.reshape(-1, bins.shape[-1])
         if self.groups is None:
             return jax.vmap(lambda column: jnp.bincount(column, length=n_bins), in_axes=1)(flat)

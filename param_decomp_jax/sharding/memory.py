@@ -55,7 +55,7 @@ HELD_GROUPS: dict[HeldGroup, str] = {
     "target": "the frozen network; held for good, not for a step",
     "sources": "sources that all rows of the batch share, of persistent and fresh attacks; held for an ascent",
 }
-"""Of what a copy can be held, so that it need not be gathered from all devices wherever it is used."""
+"""The matrices of which a copy can be held, so that it need not be gathered from all devices wherever it is used."""
 
 HeldBy = Literal["node", "device"]
 """``node``: each node has a whole copy, split over its devices. ``device``: each device has one."""

@@ -102,7 +102,7 @@ class Axes:
         return tuple(IN_USE.get(name, name) if name else None for name in self.names)
 
     def held(self, by: HeldBy | None) -> "Axes":
-        """Of the copy that is held for a step; None: there is none, so as at rest."""
+        """The axes of the copy that is held for a step; without a copy (None), those at rest."""
         names = HELD[by] if by else {}
         return Axes(tuple(names.get(name, name) if name else None for name in self.names), self.product)
 

@@ -231,5 +231,5 @@ def activation_name(activation: Activation) -> str:
 
 
 def layer_types(config: TransformerConfig) -> list[str]:
-    """Of each layer, whether it slides, as transformers 5 writes it."""
+    """Whether each layer slides, as transformers 5 writes it."""
     return ["sliding_attention" if n in config.window_layers else "full_attention" for n in range(config.n_layers)]

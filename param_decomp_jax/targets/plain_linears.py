@@ -17,7 +17,7 @@ from param_decomp_jax.targets.points import RESID_PRE, Point
 
 
 def frozen_axes(memory: MemoryPolicy) -> Axes:
-    """Of one layer's frozen matrix where it lies: split by output, as far as the policy has it split."""
+    """The axes of one layer's frozen matrix where it lies: split by output, as far as the policy has it split."""
     return Axes((None, "split"), product=True).held(memory.held_by("target"))
 
 

@@ -33,7 +33,7 @@ class Point:
 
     @property
     def boundary(self) -> int | None:
-        """Of the residual stream, the number of the layer that it enters, or of all layers after the last one."""
+        """The number of the layer that a point of the residual stream enters, or of all layers after the last one."""
         return {"resid_pre": self.layer, "resid_post": self.layer + 1}.get(self.kind)
 
 

@@ -99,8 +99,7 @@ class TransformerConfig(Architecture):
     experts: Experts | None = None
 
     names: ClassVar[Mapping[str, str]]
-    """Of every array (a matrix, a norm, ``embed``, …), the module in which a file keeps it; ``{}`` is the layer's
-    number."""
+    """The module in which a file keeps every array (a matrix, a norm, ``embed``, …); ``{}`` is the layer's number."""
     transposed: ClassVar[bool] = True
     """Whether files keep matrices ``[d_out, d_in]``."""
 
@@ -127,7 +126,7 @@ class TransformerConfig(Architecture):
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Of a mixture of experts, the layers without."""
+        """The layers without experts in a mixture of experts."""
         return () if self.experts is None else self.experts.dense_layers
 
     @property

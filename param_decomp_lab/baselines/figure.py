@@ -15,7 +15,7 @@ from param_decomp_lab.ui.numbers import number
 COLOURS = {"neurons": "#009e73", "singular vectors": "#cc79a7", "weighted singular vectors": "#e69f00",
            "random rotation": QUIET}  # fmt: skip
 BESIDE = ("#7a5bb5", "#8c564b", "#56b4e9", "#b5a100")
-"""Of SAEs and transcoders, one after the other."""
+"""Colours of SAEs and transcoders, one after the other."""
 FLOOR = 1e-6
 CAPTION_CHARACTERS = 190
 """In a line below the figure."""

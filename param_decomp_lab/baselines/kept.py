@@ -16,7 +16,7 @@ from param_decomp_lab.safe_io.json_text import read_json
 from param_decomp_lab.ui.numbers import number
 
 NAME = "baselines"
-"""Of the file, and of the figure beside the run's others."""
+"""The name of the file, and of the figure beside the run's others."""
 
 
 class Kept(NamedTuple):

@@ -93,8 +93,8 @@ class Comparison:
 
     @property
     def to_mix(self) -> dict[str, dict[float, Point]]:
-        """Of each baseline, and of the decomposition where its parts are chosen by gradient as well, the points that
-        make up the one at the decomposition's L0, by their number of parts (B5)."""
+        """The points that make up the one at the decomposition's L0, by their number of parts (B5): for each baseline,
+        and for the decomposition where its parts are chosen by gradient as well."""
         numbers, chosen = shares(self.own.l0), WITH_K_ON[self.choice]
         found: dict[str, dict[float, Point]] = {}
         for p in self.points:
@@ -106,7 +106,7 @@ class Comparison:
 
     @property
     def matched(self) -> dict[str, Point]:
-        """Of each baseline, the point at the decomposition's L0 (B5)."""
+        """Each baseline's point at the decomposition's L0 (B5)."""
         return {name: mixed(points, self.own.l0) for name, points in self.to_mix.items() if name != OWN}
 
     @property
@@ -142,7 +142,7 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """Of what `ladder` has."""
+        """The names of what `ladder` has."""
         return [OWN, *self.matched, *(r.name for r in self.replacements)]
 
     @property
@@ -277,7 +277,7 @@ class Measurement:
 
     @cached_property
     def _moments(self) -> dict[str, np.ndarray]:
-        """Of what the sites read, by stack."""
+        """Second moments of what the sites read, by stack."""
         run, total = self._run, None
         for batch in self._others:
             with jax.set_mesh(run.mesh):

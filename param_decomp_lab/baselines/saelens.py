@@ -112,7 +112,7 @@ class _Config(Strict):
             yield "activation_fn", f"is topk, but the architecture is {self.architecture}"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the tensors that SAELens saves, by name."""
+        """The shapes of the tensors that SAELens saves, by name."""
         d_in, C, d_out = self.d_in, self.d_sae, self.d_out if self.is_transcoder and self.d_out else self.d_in
         biases = ("b_gate", "b_mag", "r_mag") if self.architecture == "gated" else ("b_enc",)
         thresholds = ("threshold",) if "jumprelu" in self.architecture else ()
@@ -180,7 +180,7 @@ class DictionaryFolder:
         here = [hook for hook in possible if hook in target.hooks]
         if found is None or found[2] not in here:
             raise self._error(
-                key, f"{printable(name, 200)!r} is no place that a {self.kind} can take in this target; what can be "
+                key, f"{printable(name, 200)!r} is not a place that a {self.kind} can take in this target; what can be "
                 f"replaced is {', '.join(f'blocks.N.{hook}' for hook in here) or 'nothing'}"
             )  # fmt: skip
         layer, n_layers = int(found[1]), target.architecture.n_layers

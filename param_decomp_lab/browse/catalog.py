@@ -3,7 +3,7 @@
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class RunEntry:
 class Catalog:
     """The runs in and below ``folders``. A folder may also be a harvest itself: then its run has this one alone.
 
-    Raises UserError for what is no folder, and where there is nothing to show.
+    Raises UserError for what is not a folder, and where there is nothing to show.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -124,12 +124,14 @@ class Catalog:
 
 @dataclass(frozen=True)
 class Opened:
-    """A harvest that is shown, under ``name``."""
+    """A harvest that is shown, under ``name``. Opened once more, it is the same unless it was made again: ``inode`` is
+    that of its plan."""
 
     run: str
     run_folder: Path
     name: str
-    harvest: Harvest
+    harvest: Harvest = field(compare=False)
+    inode: int
 
     @cached_property
     def labels(self) -> Labels:
@@ -175,8 +177,7 @@ class Opened:
 
 
 def _open(run: str, run_folder: Path, name: str, path: Path, inode: int) -> Opened:
-    del inode
-    return Opened(run, run_folder, name, Harvest(path))
+    return Opened(run, run_folder, name, Harvest(path), inode)
 
 
 def _architecture(run_folder: Path) -> Architecture | None:

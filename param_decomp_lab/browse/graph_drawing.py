@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from param_decomp_lab.data.token_names import STORED_CHARACTERS
 from param_decomp_lab.graph.graph import Edge, Graph, Node
+from param_decomp_lab.ui.cards import clean
 
 LINE = 15
 """Pixels from one line of nodes to the next, and from node to node where they have no names."""
@@ -182,7 +184,7 @@ def _columns_of(
         dots = LINE * min(most[position], ACROSS) + 8
         wide = SLOT * across[position] if across[position] else max(NARROW, dots)
         start[position] = x
-        token = graph.tokens[position] if position < len(graph.tokens) else ""
+        token = clean(graph.tokens[position], STORED_CHARACTERS) if position < len(graph.tokens) else ""
         columns.append((fit(token, int(wide / CHARACTER) - 1), token, position, x + 2))
         x += wide
     return columns, start, across, round(x) + 12

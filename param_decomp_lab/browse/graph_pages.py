@@ -35,7 +35,7 @@ LISTED = 100
 SERVED = 2000
 """Nodes of a page, those of largest influence."""
 EDGES = 6000
-"""Edges that a page has at hand, those of largest share; the list of one node has all of its."""
+"""Edges that a page has at hand, those of largest score (E7). Without a script, the list of one node has all of its."""
 DRAWN = 40
 """Edges that are drawn at first, unless the address says otherwise: more make a tangle of a graph of usual size."""
 SHOWN = 60
@@ -132,11 +132,12 @@ class GraphPages:
                 raise NotThere(f"the graph has no node {clean(view.chosen, 200)}")
         edges = [e for e in graph.edges if e.source in numbers and e.target in numbers]
         edges.sort(key=lambda edge: -_edge_score(graph, edge))
+        total = sum(_edge_score(graph, edge) for edge in edges)
+        own = [(e, math.sqrt(max(0.0, e.share))) for e in edges if at is not None and at in (e.source, e.target)]
         del edges[EDGES:]
         entries = self._entries(opened, graph, served, link)
         scores = [_edge_score(graph, edge) for edge in edges]
-        total, drawn = sum(scores), min(view.edges, len(edges))
-        own = [(e, math.sqrt(e.share)) for e in edges if at is not None and at in (e.source, e.target)]
+        drawn = min(view.edges, len(edges))
         drawing = draw_graph(
             graph, served, {n: _shown(graph.nodes[n], entries[k]) for k, n in enumerate(served)},
             list(opened.harvest.sites), at, own if at is not None else _strongest(edges, scores, drawn),
@@ -240,7 +241,7 @@ def _with_groups(opened: Opened, graph: Graph) -> Graph | None:
     try:
         groups = opened.groups
         found = None if groups is None else merge_groups(graph, _group_of(opened, groups))
-    except UserError:  # damaged groups are no reason not to show the graph
+    except UserError:  # a graph is shown without damaged groups
         return None
     return found if found is not None and any(node.kind == "group" for node in found.nodes) else None
 

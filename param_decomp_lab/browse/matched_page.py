@@ -4,6 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class PairQuery:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> "PairQuery":
-        """Raises UserError for what is no similarity."""
+        """Raises UserError for what is not a similarity."""
         return cls(_similarity(given, "min"), _similarity(given, "max"), given.get("order") == "up")
 
     @property
@@ -72,6 +73,7 @@ class MatchedPages:
     def __init__(self, pages: Pages, workers: Workers, catalog: Catalog) -> None:
         self._pages, self._workers, self._catalog = pages, workers, catalog
         self._found: OrderedDict[tuple[Opened, Opened], dict[str, MatchedSite]] = OrderedDict()
+        self._lock = Lock()
 
     def choose(self, opened: Opened, site: str = "", number: int | None = None) -> str:
         """The harvests with which one can be matched. ``site``, ``number``: whose pages the links lead to."""
@@ -91,19 +93,23 @@ class MatchedPages:
         page = min(page, pages)
         shown = common[(page - 1) * SITES : page * SITES]
         found: dict[str, MatchedSite] = {}
+        wrong: dict[str, str] = {}
         until = time.monotonic() + PATIENCE_S
         for name in shown if not values["wrong"] else ():
             answer = self._site(opened, other, name, max(0.0, until - time.monotonic()))
             if isinstance(answer, str):
-                values["wrong"] = answer
-                break
+                wrong[name] = answer
+                continue
             if answer is None:
                 values["waiting"] = f"{WAITING} {len(found):,} of {len(shown):,} sites are done."
                 break
             found[name] = answer
         if found and len(found) == len(shown):
             values["total"] = _total(list(found.values()))
-        rows = [{"site": name, **_row(found[name])} if name in found else {"site": name} for name in shown]
+        rows = [
+            {"site": name, "wrong": wrong.get(name, ""), **(_row(found[name]) if name in found else {})}
+            for name in shown
+        ]
         only = [
             (opened.run, [name for name in mine if name not in theirs]),
             (other.run, [name for name in theirs if name not in mine]),
@@ -214,16 +220,17 @@ class MatchedPages:
     def _site(self, opened: Opened, other: Opened, site: str, patience_s: float) -> MatchedSite | str | None:
         """The pairs of a site, or what is wrong; None as of `TextWorker.wait`. What was found once is kept, for
         both sides."""
-        kept = self._found.setdefault((opened, other), {})
-        self._found.move_to_end((opened, other))
-        while len(self._found) > KEPT:
-            self._found.popitem(last=False)
-        if site not in kept and site in self._found.get((other, opened), {}):
-            kept[site] = self._found[other, opened][site].turned
+        with self._lock:
+            kept = self._found.setdefault((opened, other), {})
+            self._found.move_to_end((opened, other))
+            while len(self._found) > KEPT:
+                self._found.popitem(last=False)
+            turned = self._found.get((other, opened), {}).get(site)
+        if site not in kept and turned is not None:
+            kept[site] = turned.turned
         if site not in kept:
-            question = MatchQuestion(
-                site, opened.harvest.folder.resolve(), other_run(other), other.harvest.folder.resolve()
-            )
+            folders = opened.harvest.folder.resolve(), other.harvest.folder.resolve()
+            question = MatchQuestion(site, folders[0], other_run(other), folders[1], (opened.inode, other.inode))
             answer = self._workers.of(opened).match(question, patience_s)
             if answer is None:
                 return None

@@ -38,7 +38,7 @@ TOKENS_SHOWN = 12
 CO_FIRING = 12
 THIRDS = ("upper third", "middle third", "lower third")
 LABEL_CHARACTERS = 80
-"""Of a label in a list."""
+"""Characters of a label in a list."""
 AVERAGES_SHOWN = 10
 GROUP_MEMBERS = 12
 """Members of its group that a component's page names."""
@@ -128,8 +128,8 @@ class Pages:
         return [] if self.only is not None else self.catalog.others(opened)
 
     def _routed(self, opened: Opened, site: str) -> float | None:
-        """Of an expert's matrix, the share of the positions that take the expert, as the run logged it; None for a site
-        that exists everywhere."""
+        """The share of the positions that take the expert of a matrix, as the run logged it; None for a site that
+        exists everywhere."""
         return self.catalog.run(opened.run).status.last.get(f"eval/routed/{expert_of(site)}")
 
     # --- a site ---
@@ -277,7 +277,7 @@ def _group_of(opened: Opened, site: str, n: int) -> dict[str, Any] | None:
         if groups is None or number is None:
             return None
         others = [member for member in groups.members(number) if member != (site, n)]
-    except UserError as error:  # what is damaged there is no reason not to show the component
+    except UserError as error:  # a component is shown without damaged groups
         return {"wrong": str(error)}
     return {"number": number, "others": others, "density": float(groups.densities[number]), "wrong": ""}
 
@@ -346,7 +346,7 @@ def _signed(opened: Opened, weights: Mapping[str, Any], name: str) -> list[tuple
 
 
 def _scores(opened: Opened, site: str, n: int, label: str) -> list[dict[str, Any]]:
-    """Of the label that it has now, and those that need none; the newest of each judge."""
+    """Scores of the label that it has now, and those that need none; the newest of each judge."""
     rows = []
     for score in opened.scores.of_component(site, n):
         if score.score is not None and score.kind in CHANCE and score.label in ("", label):

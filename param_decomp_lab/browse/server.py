@@ -163,7 +163,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         given = request.query_params
         name = _known_site(given["site"], opened) if given.get("site") else ""
         number = _number(given["component"]) if name and given.get("component") else None
-        return HTMLResponse(matched_pages.choose(opened, name, number))
+        return HTMLResponse(await asyncio.to_thread(matched_pages.choose, opened, name, number))
 
     @of_harvest
     async def matched(request: Request, opened: Opened) -> Response:
@@ -381,7 +381,7 @@ def _known_site(name: str, opened: Opened) -> str:
 
 def _number(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 12):
-        raise NotThere(f"'{text[:40]}' is no number")
+        raise NotThere(f"'{text[:40]}' is not a number")
     return int(text)
 
 
@@ -408,4 +408,4 @@ async def _form(request: Request) -> Mapping[str, Any]:
     try:
         return dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=10))
     except (UnicodeDecodeError, ValueError) as error:
-        raise UserError("this is no form in UTF-8") from error
+        raise UserError("this is not a form in UTF-8") from error

@@ -19,7 +19,7 @@ from param_decomp_lab.graph.graph import Graph
 from param_decomp_lab.matching.result import MatchedSite
 
 OUTPUTS, SAMPLES, CONTINUED = 10, 8, 8
-"""Of an intervention: outputs shown, draws of the random reading, tokens of the continuation."""
+"""Numbers of an intervention: outputs shown, draws of the random reading, tokens of the continuation."""
 LONGEST = 5_000
 """Characters of a text that is asked about."""
 PLACES = 64
@@ -135,12 +135,13 @@ class NearestAnswer:
 @dataclass(frozen=True)
 class MatchQuestion:
     """The components of a site that fire in ``harvest``, matched with those of another run that fire in
-    ``other_harvest``."""
+    ``other_harvest``. ``inodes``: of the two; a harvest that is made again has another."""
 
     site: str
     harvest: Path
     other: OtherRun
     other_harvest: Path
+    inodes: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -400,12 +401,17 @@ def _answer(run: Any, question: Question, sites: tuple[str, ...], threshold: flo
             return _of_component(run, question)
 
 
-@lru_cache(maxsize=1)
+_other_runs: dict[tuple[Path, int], Any] = {}
+"""The last other run, which stays open: its pages come one after the other."""
+
+
 def _other_run(folder: Path, step: int) -> Any:
-    """The last other run stays open: its pages come one after the other."""
     from param_decomp_lab.opening import load_run
 
-    return load_run(folder, step, devices=1)
+    if (folder, step) not in _other_runs:
+        _other_runs.clear()  # before the next one is loaded: each may fill the memory
+        _other_runs[folder, step] = load_run(folder, step, devices=1)
+    return _other_runs[folder, step]
 
 
 def _nearest(run: Any, question: NearestQuestion, sites: tuple[str, ...]) -> NearestAnswer:
@@ -428,7 +434,8 @@ def _nearest(run: Any, question: NearestQuestion, sites: tuple[str, ...]) -> Nea
 
 
 @lru_cache(maxsize=2)
-def _harvest(folder: Path) -> Any:
+def _harvest(folder: Path, inode: int) -> Any:
+    del inode
     from param_decomp_lab.harvest.files import Harvest
 
     return Harvest(folder)
@@ -440,7 +447,8 @@ def _match(run: Any, question: MatchQuestion) -> MatchAnswer:
 
     other = _other_run(question.other.folder, question.other.step)
     refuse_other_target(run, other)
-    mine, theirs = _harvest(question.harvest), _harvest(question.other_harvest)
+    folders = question.harvest, question.other_harvest
+    mine, theirs = (_harvest(*known) for known in zip(folders, question.inodes, strict=True))
     return MatchAnswer(match_site(run, mine, other, theirs, question.site, same_rows(mine, theirs)))
 
 

@@ -12,18 +12,20 @@ def browse(
         typer.Argument(metavar="[RUN]...", help="Run folders, folders of runs, or harvests. Default: this folder."),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Default: 8720, or the next that is free.", show_default=False)
+        int | None, typer.Option(min=1, max=65535, help="Default: 8720, or the next free one.", show_default=False)
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     open_browser: Annotated[bool, typer.Option("--open", help="Open the address in a browser.")] = False,
 ) -> None:
     """Show the components of harvested runs in a browser.
 
-    For every site a list of its components and a map of them; for every component where it fires, on which tokens, with
-    which others, and what the network predicts there; a text box that shows what fires in a text. Two runs of the same
-    target are shown side by side, their components matched. Labels that you give are kept beside the harvests. Nothing
-    else is written, and only this machine can see it, unless --host says otherwise. On a remote machine: ssh -L
-    8720:localhost:8720 MACHINE, and open http://localhost:8720 here.
+    Every site has a list and a map of its components. Every component has a page: where it fires, on which tokens, with
+    which others, and what the network predicts there. A text box shows what fires in a text of yours. Two runs of the
+    same target can be put side by side, with their components matched.
+
+    Your labels are kept beside the harvests; nothing else is written. Only this machine can see the pages, unless
+    --host says otherwise. For a run on a remote machine: ssh -L 8720:localhost:8720 MACHINE, and open
+    http://localhost:8720 here.
 
     Examples:
 

@@ -13,22 +13,26 @@ def cluster(
         typer.Option(metavar="NAME", help="A harvest of the run. Default: the newest.", show_default=False),
     ] = None,
     alpha: Annotated[
-        float, typer.Option(help="Bits that a member costs where its group is active: more of them, smaller groups.")
+        float,
+        typer.Option(help="Cost in bits of a member where its group is active. A larger cost gives smaller groups."),
     ] = 1.0,
-    seeds: Annotated[int, typer.Option(help="Groupings to make and compare.")] = 3,
+    seeds: Annotated[int, typer.Option(help="How many groupings to make and compare.")] = 3,
     min_density: Annotated[
-        float, typer.Option(help="Keep components apart that fire at a smaller share of the sampled positions.")
+        float,
+        typer.Option(
+            help="Leave out components that fire at a smaller share of the sampled positions; each stays alone."
+        ),
     ] = 1e-4,
     draw: Annotated[
-        float, typer.Option(help="Mean rank of the pairs that seeds after the first draw; 0: the best pair each time.")
+        float, typer.Option(help="Mean rank of the pairs that later seeds merge; 0: always the best pair.")
     ] = 10.0,
 ) -> None:
     """Find the groups of components that act together, of one site or of many.
 
-    Reads the positions at which a harvest has kept all that fires, and merges components as long as that makes the list
-    of what is active shorter. A component fires above the threshold of the harvest: for another one, harvest with
-    --threshold. Groups are kept in the harvest's folder, with all merges; of several seeds the grouping of least cost,
-    and how far the others agree with it.
+    Components are merged as long as that shortens the description of what is active at the positions that a harvest
+    has sampled. A component fires above the threshold of the harvest; for another threshold, harvest with --threshold.
+    The groups and all merges are kept in the harvest's folder. With several seeds, the cheapest grouping is kept, and
+    how far the others agree with it.
 
     `pd browse` shows them, and `load_run(RUN).groups` reads them.
 

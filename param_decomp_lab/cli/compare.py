@@ -21,14 +21,14 @@ def compare(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("comparison.html"),
     json_out: Annotated[bool, typer.Option("--json", help="Print JSON, with all digits, in place of tables.")] = False,
 ) -> None:
-    """Put runs beside each other: a table here, and a page with fronts, differences, seeds and curves.
+    """Compare runs: a table here, and a page with fronts, differences, seeds and curves.
 
-    One point a run: its KL under several masks against the number of components that fire (L0), with the runs that no
-    other one beats marked. Only the keys of the configuration in which the runs differ are shown. Runs that differ by
-    their seeds alone give error bars. Broken, failed and unfinished runs are listed as such, and are on no front.
+    Each run is one point: its KL under several masks against the number of components that fire (L0). Runs that no
+    other run beats are marked. Of the configuration, only keys in which the runs differ are shown. Runs that differ
+    only by their seeds give error bars. Broken, failed and unfinished runs are listed, but are on no front.
 
-    `--agreement` says whether runs found the same components: the mean cosine of components matched one to one, with
-    random directions beside it.
+    `--agreement` says whether runs found the same components: the mean cosine of components matched one to one, beside
+    that of random directions.
 
     Examples:
 

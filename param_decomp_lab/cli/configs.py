@@ -21,12 +21,12 @@ def configs(
 ) -> None:
     """List the configurations that come with the package, or write copies of some to start from.
 
-    With a wrapper come its schema file and, for a toy, the recipe of its target. Paths of data and models in them are
-    those of the repository: with the default folder they lead to `data/` and `runs/` of the folder you are in.
+    A wrapper comes with its schema file and, for a toy, with the recipe of its target. With the default folder, paths
+    of data and models in them lead to `data/` and `runs/` of the folder you are in.
 
     `pd configs convert FILE` writes a configuration of the original project, of spring, June, July or August 2026, in
     today's form: a wrapper, and its schema file in `torch/` beside it. Their headers say what was translated, what was
-    left out and what is otherwise here. `pd check`, `pd train` and the other commands take such files as they are.
+    left out and what differs here. `pd check`, `pd train` and the other commands take such files as they are.
 
     Examples:
 

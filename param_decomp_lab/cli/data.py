@@ -27,21 +27,21 @@ def tokenize(
     dataset: Annotated[
         str | None, typer.Option(help="A data set of the Hugging Face hub, by name.", show_default=False)
     ] = None,
-    config: Annotated[str | None, typer.Option(help="Of --dataset: its configuration.", show_default=False)] = None,
-    split: Annotated[str, typer.Option(help="Of --dataset: the split.")] = "train",
+    config: Annotated[str | None, typer.Option(help="With --dataset: its configuration.", show_default=False)] = None,
+    split: Annotated[str, typer.Option(help="With --dataset: the split.")] = "train",
     eval_split: Annotated[
         str | None,
-        typer.Option(help="Of --dataset: hold this split out, and nothing of the other.", show_default=False),
+        typer.Option(help="With --dataset: hold this split out, and nothing of the other.", show_default=False),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(help="Of --dataset: a commit, branch or tag.", show_default=False)
+        str | None, typer.Option(help="With --dataset: a commit, branch or tag.", show_default=False)
     ] = None,
     data_files: Annotated[
-        str | None, typer.Option(help="Of --dataset: only its files that this glob matches.", show_default=False)
+        str | None, typer.Option(help="With --dataset: only files that this glob matches.", show_default=False)
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option(help="text, json or parquet, where the files' names do not say it.", show_default=False),
+        typer.Option(help="text, json or parquet, if the files' names do not say.", show_default=False),
     ] = None,
     column: Annotated[
         str | None,
@@ -49,7 +49,7 @@ def tokenize(
     ] = None,
     tokenized: Annotated[bool, typer.Option(help="The column holds token ids, not text.")] = False,
     row_starts: Annotated[
-        bool, typer.Option(help="Of --tokenized: a row is the first --seq-len ids of a row; none are joined.")
+        bool, typer.Option(help="With --tokenized: a row is the first --seq-len ids of a row; rows are not joined.")
     ] = False,
     tokenizer: Annotated[
         str | None,
@@ -61,7 +61,7 @@ def tokenize(
     bpe: Annotated[
         int | None,
         typer.Option(
-            help="Train a byte-level BPE tokenizer of as many tokens on the training text, in place of --tokenizer.",
+            help="Train a byte-level BPE tokenizer with so many tokens on the training text, in place of --tokenizer.",
             show_default=False,
         ),
     ] = None,
@@ -75,17 +75,17 @@ def tokenize(
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
     tokens: Annotated[
-        float | None, typer.Option(help="Stop at as many training tokens, such as 2e9.", show_default=False)
+        float | None, typer.Option(help="Stop after so many training tokens, such as 2e9.", show_default=False)
     ] = None,
     eval_fraction: Annotated[float, typer.Option(help="Share of the text held out.")] = 0.05,
-    rows_per_shard: Annotated[int, typer.Option(help="Most rows in one file.")] = 65536,
-    seed: Annotated[int, typer.Option(help="Chooses what is held out.")] = 0,
+    rows_per_shard: Annotated[int, typer.Option(help="Largest number of rows in a file.")] = 65536,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of what is held out.")] = 0,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="How many tokenize; one per core by default.", show_default=False)
+        int | None, typer.Option(min=1, help="Processes that tokenize. Default: one per core.", show_default=False)
     ] = None,
     part: Annotated[
         str | None,
-        typer.Option(help="i/n: job i of n, from 0, that make one folder together.", show_default=False),
+        typer.Option(help="i/n: this is job i, from 0, of n jobs that make one folder.", show_default=False),
     ] = None,
     skip_bad_records: Annotated[
         bool, typer.Option("--skip-bad-records", help="Leave out records without text; count and name them.")
@@ -94,19 +94,19 @@ def tokenize(
 ) -> None:
     """Turn text into rows of token ids, split so that train and eval share nothing.
 
-    A command that was interrupted, or killed, is gone on with by the same command: what is done is not done again, and
-    the result is the same to the last byte, however many processes there are.
+    Rerun the same command to resume after an interruption: nothing is done twice, and the result is the same to the
+    last byte, however many processes there are.
 
-    Several jobs make one folder together with `--part`: start n of them with the same options and `--out`, which all
-    of them must see. The one that finds all parts done puts the folder in place.
+    Several jobs make one folder together with `--part`: start n of them with the same options and an `--out` that all
+    of them can see. The job that finds all parts done puts the folder in place.
 
-    With a tokenizer that puts BOS before every text, as those of Llama and Gemma do, every row begins with BOS, and so
-    does every document within a row. `--bos` does the same with a tokenizer that has a BOS and does not add it,
-    `--no-bos` leaves it out. Prompts of a run do what its data did.
+    If the tokenizer puts BOS before every text, as those of Llama and Gemma do, every row begins with BOS, and so does
+    every document within a row. `--bos` does the same with a tokenizer that has a BOS but does not add it; `--no-bos`
+    leaves it out. Prompts are tokenized as the run's data were.
 
-    `--bpe` trains the tokenizer that is then used: byte-level byte pairs (BPE), whose BOS `<|endoftext|>` begins every
-    text. Nothing that is held out is read for it, and of long text the first 134 million characters. The folder keeps
-    it: pass it to `--tokenizer` for other text.
+    `--bpe` trains a byte-level BPE tokenizer, and uses it. Its BOS `<|endoftext|>` begins every text. It is trained on
+    the first 134 million characters at most, none of them held out. The folder keeps it: pass the folder to
+    `--tokenizer` for other text.
 
     Examples:
 
@@ -233,7 +233,7 @@ def _part(text: str | None) -> tuple[int, int] | None:
 
 
 def whole_number(value: float, option: str) -> int:
-    """Of a number that may be written as 2e9. Raises UserError."""
+    """The whole number in a text such as 2e9. Raises UserError."""
     if not (1 <= value < 1e18 and value == int(value)):
         raise UserError(f"{option}: should be a whole number of at least 1, not {value:g}")
     return int(value)

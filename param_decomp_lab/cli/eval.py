@@ -22,25 +22,26 @@ def evaluate(
         int | None, typer.Option(min=1, help="Instead of eval.batch_size.", show_default=False)
     ] = None,
     baselines: Annotated[
-        bool, typer.Option("--baselines", help="In place of metrics: beside neurons, singular vectors and rotations.")
+        bool,
+        typer.Option("--baselines", help="Compare with neurons, singular vectors and rotations, in place of metrics."),
     ] = False,
     attack: Annotated[
         str, typer.Option(metavar="STEPS", help="With --baselines: lengths of attacks, such as 20,80; empty for none.")
     ] = "20,40,80,160,320",
     matched: Annotated[
-        bool, typer.Option("--matched", help="With --baselines: at the run's own L0 alone, which is much faster.")
+        bool, typer.Option("--matched", help="With --baselines: only at the run's own L0, which is much faster.")
     ] = False,
     choose: Annotated[
         Literal["activation", "gradient"],
         typer.Option(
-            help="With --baselines: by what parts are chosen. By the gradient of the KL is slower, and harder."
+            help="With --baselines: how parts are chosen. The KL's gradient is slower, and makes stronger baselines."
         ),
     ] = "activation",
     sae: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FOLDER",
-            help="With --baselines: an SAE or a transcoder as SAELens writes them, beside the run; may be repeated.",
+            help="With --baselines: compare with this SAE or transcoder, as SAELens writes them; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -58,15 +59,15 @@ def evaluate(
 ) -> None:
     """Evaluate a run afterwards: any metric, on any of its checkpoints, on as many batches as wanted.
 
-    Without --metric and --metrics, the run's own. A TYPE is taken as the run evaluates it, else as it trains on it,
-    else with its usual keys; a metric with other keys is passed as a mapping. Numbers are printed and written as JSON,
-    figures into a folder beside it. The run may still be going on; its `metrics.jsonl` stays as it is.
+    Without --metric and --metrics, the run's own metrics are measured. A TYPE has the keys with which the run evaluates
+    it, else those with which it trains on it, else its defaults; pass a mapping for other keys. Numbers are printed and
+    written as JSON, figures into a folder beside it. The run may still be training; its `metrics.jsonl` stays as it is.
 
-    `--baselines` compares the run, at exactly its L0, with parts that cost no training: the matrices'
-    neurons, their singular vectors, and a random rotation; with what is off left out, at random, and under attack.
-    A baseline's parts with the largest activations are on; with `--choose gradient` those that take most off the KL,
-    which is a stronger baseline, and so are as many of the decomposition's own components.
-    `--sae` puts SAEs and transcoders beside these, each in place of the activation that its folder names.
+    `--baselines` compares the run, at exactly its L0, with parts that cost no training: the matrices' neurons, their
+    singular vectors, and a random rotation. Inactive parts are zeroed, random, or adversarial. The parts with the
+    largest activations are active; with `--choose gradient`, those that lower the KL most, which makes stronger
+    baselines. The decomposition's components are then chosen in the same way, too.
+    `--sae` adds SAEs and transcoders, each in place of the activation that its folder names.
 
     `--set` changes keys that begin with eval, data or memory.
 

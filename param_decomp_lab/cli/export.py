@@ -38,10 +38,10 @@ def export(
 
     With them come `description.json` (sites, shapes, versions, the whole configuration) and a README that says how to
     read it all with NumPy and safetensors alone. Beyond 4 GB there are several files with an index. The arrays go from
-    file to file, piece by piece, so a machine with little memory will do.
+    file to file in pieces, so a machine with little memory will do.
 
-    With --edit it writes the target itself instead, in the layout of Hugging Face, with some components taken out (or
-    multiplied by --scale) for good, and says how far that moves it on ordinary text.
+    With --edit it writes the target itself instead, in the layout of Hugging Face, with some components removed (or
+    multiplied by --scale), and says how far that moves its predictions on held-out text.
 
     Examples:
 

@@ -12,7 +12,7 @@ def graph(
     run: RunFolder,
     prompt: Annotated[
         str | None,
-        typer.Argument(help="A text; of a toy its active features, such as '3 7=0.5'.", show_default=False),
+        typer.Argument(help="A text; for a toy, its active features, such as '3 7=0.5'.", show_default=False),
     ] = None,
     target: Annotated[
         list[str] | None,
@@ -22,30 +22,31 @@ def graph(
             show_default=False,
         ),
     ] = None,
-    position: Annotated[int, typer.Option(help="Of the output, from 0; -1 is the last token.")] = -1,
+    position: Annotated[int, typer.Option(help="Position of the output, from 0; -1 is the last token.")] = -1,
     threshold: Annotated[float, typer.Option(help="A component fires where λ is above it.")] = 0.0,
     optimize: Annotated[
-        bool, typer.Option("--optimize", help="First lower the importances of this prompt as far as its output allows.")
+        bool,
+        typer.Option("--optimize", help="First lower the importances for this prompt as far as its output allows."),
     ] = False,
     loss: Annotated[
         str,
         typer.Option(help="What --optimize keeps: kl (the distribution of the next token), or logit (of --target)."),
     ] = "kl",
     allowed: Annotated[
-        float, typer.Option(help="With --optimize: errors, as multiples of those of the run's own importances.")
+        float, typer.Option(help="With --optimize: allowed error, as a multiple of that of the run's own importances.")
     ] = 1.0,
     optimize_steps: Annotated[int, typer.Option(min=1, help="Steps of --optimize.")] = 400,
-    nodes: Annotated[float, typer.Option(help="Share of influence that the nodes kept have.")] = 0.8,
-    edges: Annotated[float, typer.Option(help="Share of the edges' scores that is kept.")] = 0.98,
-    most_nodes: Annotated[int, typer.Option(min=1, help="Nodes kept at most.")] = 2000,
-    follow: Annotated[int, typer.Option(min=1, help="Components followed back at most.")] = 2000,
+    nodes: Annotated[float, typer.Option(help="Share of the influence that the kept nodes have.")] = 0.8,
+    edges: Annotated[float, typer.Option(help="Share of the edges' scores that the kept edges have.")] = 0.98,
+    most_nodes: Annotated[int, typer.Option(min=1, help="Largest number of nodes.")] = 2000,
+    follow: Annotated[int, typer.Option(min=1, help="Largest number of components to follow back.")] = 2000,
     dataset: Annotated[
-        bool, typer.Option("--dataset", help="In place of a prompt: averages over rows of the run's harvest.")
+        bool, typer.Option("--dataset", help="Average over rows of the run's harvest, in place of following a prompt.")
     ] = False,
-    rows: Annotated[int, typer.Option(min=1, help="With --dataset: rows that are read.")] = 64,
-    largest: Annotated[int, typer.Option(min=1, help="With --dataset: edges kept of each component.")] = 20,
+    rows: Annotated[int, typer.Option(min=1, help="With --dataset: rows to read.")] = 64,
+    largest: Annotated[int, typer.Option(min=1, help="With --dataset: edges to keep for each component.")] = 20,
     least_firings: Annotated[
-        int, typer.Option(min=1, help="With --dataset: components that fire so often in the harvest, at least.")
+        int, typer.Option(min=1, help="With --dataset: leave out components that fire less often in the harvest.")
     ] = 10,
     step: Step = None,
     out: Annotated[
@@ -63,15 +64,16 @@ def graph(
     """Follow a prediction back: which components it comes from, at which tokens, and through which other components.
 
     An edge is a direct effect: what a component adds to an activation or a logit without passing through another
-    component. The nodes of largest influence are followed first, and the graph is pruned to those that make up most of
-    it; what was left out is said. The graph is written as JSON, which `Graph.load` reads and `pd browse` shows.
+    component. The nodes of largest influence are followed first, and the graph is pruned to those that carry most of
+    it. The output reports what was pruned. The graph is written as JSON, which `Graph.load` reads and `pd browse`
+    shows.
 
-    The CI function finds importances that serve every text. `--optimize` lowers them for this prompt alone, while the
-    prediction stays as near to the model's as before, also with the other components at random and under attack: the
-    graph then has far fewer nodes.
+    The CI function gives importances that serve every text. `--optimize` lowers them for this prompt alone, as long as
+    the prediction stays as near to the model's as before, with the other components at random and under attack too.
+    The graph then has far fewer nodes.
 
-    `--dataset` averages over text in place of following one prompt: which components lead to which. That is kept beside
-    the run's harvest, and shown on the pages of components.
+    `--dataset` averages over text in place of following one prompt: which components lead to which. The averages are
+    kept beside the run's harvest, and shown on the pages of components.
 
     Examples:
 

@@ -10,7 +10,7 @@ from param_decomp_lab.cli.options import ProcessCount, ProcessNumber, RunFolder,
 
 def harvest(
     run: RunFolder,
-    tokens: Annotated[float, typer.Option(help="Positions to read, such as 10e6; a toy's are its inputs.")] = 1e6,
+    tokens: Annotated[float, typer.Option(help="Positions to read, such as 10e6; for a toy, inputs.")] = 1e6,
     data: Annotated[
         Path | None,
         typer.Option(help="Folder of token data. Default: what the run was trained on.", show_default=False),
@@ -23,10 +23,12 @@ def harvest(
     examples: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Of each kind, for each component. Default: 12; 6 from 262,144 components.", show_default=False
+            min=1,
+            help="Examples of each kind for each component. Default: 12; 6 from 262,144 components on.",
+            show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Chooses rows and samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of rows and samples.")] = 0,
     devices: Annotated[
         int | None, typer.Option(min=1, help="Devices of this process. Default: all.", show_default=False)
     ] = None,
@@ -38,9 +40,9 @@ def harvest(
 ) -> None:
     """Collect what every component of a run does on much text: where it fires, with which tokens, with which others.
 
-    The harvest goes into RUN/harvests, and is there whole or not at all. The same command goes on where it was stopped
-    (Ctrl-C, SIGTERM: status 75) or killed. Several processes share the work through the folder alone: start each with
-    --processes N --process-id I, or all with `srun`; their number may change between two starts.
+    The harvest goes into RUN/harvests, and is there whole or not at all. Rerun the same command to resume after a stop
+    (Ctrl-C, SIGTERM: status 75) or a kill. Several processes share the work through the folder: start each with
+    --processes N --process-id I, or all with `srun`. Their number may change between two starts.
 
     `pd browse` shows it, and `load_run(RUN).harvest` reads it.
 

@@ -27,12 +27,12 @@ def import_run(
 ) -> None:
     """Turn a decomposition made by the PyTorch project into a run folder.
 
-    RUN has final_config.yaml, run_meta.yaml or experiment_config.yaml, and model_<step>.pth. The folder made opens as
+    RUN has final_config.yaml, run_meta.yaml or experiment_config.yaml, and model_<step>.pth. The new folder opens like
     any other run: `pd eval`, `pd harvest`, `pd browse`, `pd graph`, `pd export`, `load_run`. It cannot be resumed,
     since the optimizers' state is not imported; a new run can begin with it (`init_from`). Torch is not needed.
 
-    The checkpoint holds the target's weights. They are used where the settings of the model lie beside it or are given
-    with --target. Otherwise the target is fetched, and its weights are compared with those in the checkpoint. `--set`
+    The checkpoint holds the target's weights. They are used if the model's settings lie beside it or are given with
+    --target. Otherwise the target is fetched, and its weights are compared with those in the checkpoint. `--set`
     changes keys of the translated configuration, such as the data.
 
     Examples:

@@ -30,18 +30,20 @@ def label(
     sites: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Sites; may be repeated. Default: all.")
     ] = None,
-    min_density: Annotated[float, typer.Option(help="Only components that fire at this share of positions.")] = 0.0,
+    min_density: Annotated[float, typer.Option(help="Leave out components of a smaller density.")] = 0.0,
     max_density: Annotated[
-        float, typer.Option(help="None that fire more often; 0.5 leaves out what is always on.")
+        float, typer.Option(help="Leave out components of a larger density; 0.5 leaves out those that always fire.")
     ] = 1.0,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="So many components at most, labelled ones included.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Largest number of components, labelled ones included.", show_default=False),
     ] = None,
     by: Annotated[
-        Literal["density", "importance"], typer.Option(help="First those that fire most often, or of largest mean λ.")
+        Literal["density", "importance"],
+        typer.Option(help="Begin with components of largest density, or of largest mean λ."),
     ] = "density",
     replace: Annotated[
-        Literal["none", "models", "all"], typer.Option(help="Labels to replace: none, those by models, people's too.")
+        Literal["none", "models", "all"], typer.Option(help="Labels to replace: none, those of models, or all.")
     ] = "none",
     score: Annotated[bool, typer.Option("--score", help="Judge labels instead of giving them.")] = False,
     kind: Annotated[
@@ -51,32 +53,34 @@ def label(
     texts: Annotated[
         int, typer.Option(min=2, max=200, help="Texts of each class to judge, for each component and score.")
     ] = 10,
-    seed: Annotated[int, typer.Option(help="Chooses the texts to judge.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of texts to judge.")] = 0,
     parallel: Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer; models that think first need more.")] = 400,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer; models that think first need more.")] = 400,
     temperature: Annotated[
         float | None, typer.Option(min=0, max=2, help="Default: the server's.", show_default=False)
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds for an answer.")] = 120.0,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Ask again what got no usable answer.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds to wait for an answer.")] = 120.0,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Repeat questions that got no usable answer.")
+    ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print one prompt and what all would cost; ask nobody.")
+        bool, typer.Option("--dry-run", help="Print one prompt and the cost of all; ask nothing.")
     ] = False,
     step: Step = None,
 ) -> None:
     """Have a language model say what components do, or judge how well such labels fit.
 
-    The model gets, from the run's newest harvest, texts in which the component fires, its numbers and its tokens.
-    Labels appear in `pd browse`, with the model as their author. Components with a label are skipped; a person's label
-    stays unless --replace all. Needs the package `openai` (`pip install 'param-decomp[label]'`) and a key in the
+    The model reads texts in which the component fires, its numbers and its tokens, all from the run's newest harvest.
+    Labels appear in `pd browse`, with the model as their author. Labelled components are skipped; a person's label
+    stays unless --replace all. This needs the package `openai` (`pip install 'param-decomp[label]'`) and a key in the
     environment.
 
-    With --score, labels are judged by whether a model can use them: to tell positions at which the component fires from
-    others (detection) and right marks from wrong ones (fuzzing). Intruder needs no label: which of five texts does not
-    belong?
+    With --score, a model judges labels by using them: to tell positions at which the component fires from others
+    (detection), and right marks from wrong ones (fuzzing). A third score needs no label: which of five texts does not
+    belong (intruder)?
 
-    Every request is written down with its answer and cost. The same command goes on where it was stopped (Ctrl-C,
-    SIGTERM: status 75) or killed, asks nothing twice, and never spends more than --max-cost.
+    Every request is written down with its answer and cost. Rerun the same command to resume after a stop (Ctrl-C,
+    SIGTERM: status 75) or a kill: nothing is asked twice, and never more than --max-cost is spent.
 
     Examples:
 

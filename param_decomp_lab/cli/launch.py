@@ -14,20 +14,23 @@ def launch(
     config: Annotated[Path, typer.Argument(help="Wrapper YAML of the run, or the folder of a run to resume.")],
     nodes: Nodes = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="One task for each. Default: 8, or what the mesh leaves.")
+        int | None,
+        typer.Option(min=1, help="GPUs of a node, with a task for each. Default: 8, or what the mesh leaves."),
     ] = None,
     gpu: Annotated[
-        str, typer.Option(help="Which, for the probe: b200, h200, h100, …; none: simulate them on CPUs.")
+        str, typer.Option(help="The card, for the probe: b200, h200, h100, …; none: simulate GPUs on CPUs.")
     ] = "b200",
     partition: Annotated[str | None, typer.Option(help="As for sbatch.", show_default=False)] = None,
     account: Annotated[str | None, typer.Option(help="As for sbatch.", show_default=False)] = None,
     qos: Annotated[str | None, typer.Option(help="As for sbatch.", show_default=False)] = None,
     time: Annotated[
-        str, typer.Option(help="Limit of one start; then the run is stopped, saves, and is requeued.")
+        str, typer.Option(help="Time limit of one job. At the limit the run saves, stops, and is requeued.")
     ] = "24:00:00",
     cpus_per_task: Annotated[int, typer.Option(min=1, help="Cores for each task.")] = 12,
-    shared: Annotated[bool, typer.Option("--shared", help="Leave the rest of the nodes to others.")] = False,
-    notice: Annotated[int, typer.Option(min=1, help="Seconds to save in, before the time is over.")] = 300,
+    shared: Annotated[bool, typer.Option("--shared", help="Let other jobs use the rest of the nodes.")] = False,
+    notice: Annotated[
+        int, typer.Option(min=1, help="Seconds before the time limit at which the run begins to save.")
+    ] = 300,
     sbatch: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Any other option of sbatch; may be repeated.", show_default=False),
@@ -35,12 +38,12 @@ def launch(
     overrides: Overrides = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=A,B,C", help="A run for each value; of several keys each combination."),
+        typer.Option(metavar="KEY=A,B,C", help="A run for each value; with several keys, for each combination."),
     ] = None,
     with_changes: Annotated[
-        bool, typer.Option("--with-changes", help="Take uncommitted changes of the code along, as a patch.")
+        bool, typer.Option("--with-changes", help="Include uncommitted changes of the code, as a patch.")
     ] = False,
-    probe: Annotated[bool, typer.Option(help="First ask whether it fits, as `pd probe` does.")] = True,
+    probe: Annotated[bool, typer.Option(help="Check first whether it fits, as `pd probe` does.")] = True,
     anyway: Annotated[bool, typer.Option("--anyway", help="Submit even what does not fit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch script, and write nothing.")] = False,
     local: Annotated[bool, typer.Option("--local", help="Run it here instead, as processes.")] = False,
@@ -50,9 +53,9 @@ def launch(
 ) -> None:
     """Submit a run to Slurm: one task per GPU, resumed by itself after preemption and after the time limit.
 
-    The run's folder is made now, with the configuration and a copy of the code as committed: neither a later edit nor
-    a requeue changes them. Before that `pd probe` is asked whether the run fits (from its cache where it can); what
-    does not fit is not submitted. A sweep becomes one array of jobs, with a run folder each.
+    First `pd probe` checks whether the run fits, from its cache where possible; a run that does not fit is not
+    submitted. Then the run's folder is made, with the configuration and a copy of the committed code, so that neither a
+    later edit nor a requeue changes them. A sweep becomes one array of jobs, each with a run folder.
 
     The status is 3 when the run does not fit. With `--local` it is the run's own: 75 when it was stopped.
 

@@ -12,7 +12,7 @@ from param_decomp_lab.ui.console import PlainConsole
 def profile(
     config: Config,
     steps: Annotated[int, typer.Option(min=1, help="Steps to trace.")] = 5,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before them, which are not traced.")] = 2,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps to run before, without a trace.")] = 2,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the trace. Default: `<out_dir>/profiles/<time>`.")
     ] = None,
@@ -23,8 +23,8 @@ def profile(
 ) -> None:
     """Trace a few steps of a run, and say where their time goes, by part of the step.
 
-    The steps are the run's own program on its own data. No run folder is made. The trace can be opened in xprof and in
-    Perfetto; the end of the output says how. Several processes are started as for `pd train`; process 0 is traced.
+    The steps are those of the run's own program, on its own data. No run folder is made. The end of the output says how
+    to open the trace in xprof and in Perfetto. Several processes are started as for `pd train`; process 0 is traced.
 
     Examples:
 

@@ -5,7 +5,7 @@ from param_decomp_lab.ui.console import PlainConsole
 
 
 def report(run: RunFolder) -> None:
-    """Write `report.html` of a run again, from the files in its folder.
+    """Write the `report.html` of a run again, from the files in its folder.
 
     Example:
 

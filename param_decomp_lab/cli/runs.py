@@ -8,13 +8,14 @@ import typer
 
 def runs(
     folders: Annotated[
-        list[Path] | None, typer.Argument(help="Where to look, some levels deep. Default: runs.", show_default=False)
+        list[Path] | None,
+        typer.Argument(help="Folders to search, some levels deep. Default: runs.", show_default=False),
     ] = None,
     json_out: Annotated[bool, typer.Option("--json", help="Print them as JSON, with all digits.")] = False,
 ) -> None:
     """List runs, newest first: state, step, speed and main metrics. Reads no arrays.
 
-    States: `waiting` (nothing has been done yet), `training`, `stopped` (can be resumed), `finished`, `imported`
+    States: `waiting` (not yet started), `training`, `stopped` (can be resumed), `finished`, `imported`
     (`pd import` made it), `failed`, and `broken` for a folder that is not a complete run, with the reason.
 
     Examples:

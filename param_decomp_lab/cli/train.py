@@ -26,11 +26,11 @@ def train(
 ) -> None:
     """Decompose a network, or resume a run that was stopped.
 
-    A run resumes from its newest good checkpoint, with its own configuration; `--set` may then change only what no
-    number depends on, such as the mesh.
+    A run resumes from its newest good checkpoint, with its own configuration. `--set` may then change only keys that
+    affect no result, such as the mesh.
 
     A run can be spread over several processes, on one machine or many: start the same command for each of them. Under
-    `srun` they find each other; otherwise pass the last three options to all of them.
+    `srun` they find each other; otherwise pass the last three options to each.
 
     Examples:
 

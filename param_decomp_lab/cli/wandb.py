@@ -7,10 +7,10 @@ from param_decomp_lab.ui.console import PlainConsole
 
 
 def send(run: RunFolder) -> None:
-    """Send to wandb what it lacks of a run: one that could not reach it, or was killed before all was sent.
+    """Send the missing rows of a run to wandb, if the run could not reach it or was killed before all was sent.
 
-    Project, id and group are those of the run; rows that wandb already has are not sent again. Not for a run that is
-    still going on: that sends its rows by itself. The status is 1 when wandb cannot be reached.
+    Project, id and group are those of the run; rows that wandb already has are not sent again. Do not use it on a run
+    that is still training, which sends its rows itself. The status is 1 when wandb cannot be reached.
 
     Examples:
 

@@ -16,8 +16,8 @@ app = typer.Typer(no_args_is_help=True, help="Weights of networks to decompose."
 def fetch(config: Config, overrides: Overrides = None) -> None:
     """Fetch the target of a run into the local cache, and say in which folder it is.
 
-    A run does this itself when it starts; with this command it is done beforehand, for nodes without a network. Only
-    what is needed is fetched, and what an earlier try has left is gone on with. A token is read from HF_TOKEN.
+    A run does this itself when it starts. Use this command beforehand for nodes without a network. Only what is needed
+    is fetched, and an interrupted download resumes. A token is read from HF_TOKEN.
 
     Examples:
 
@@ -48,9 +48,9 @@ def import_torch(
     """Turn a checkpoint of torch into a folder that can be decomposed (`target: {folder: …}`).
 
     It reads two kinds. From goodfire-ai/param-decomp when that was in PyTorch: LlamaSimpleMLP, GPT2, TMS or ResidMLP,
-    with the YAML that their training leaves; from a folder with several checkpoints the newest. From Hugging Face: a
-    folder with pytorch_model.bin, of any architecture that can be decomposed. Only tensors are read, no code of a
-    pickle is run; torch is needed for files from before torch 1.6 alone.
+    with the YAML that their training leaves; of several checkpoints in a folder, the newest. From Hugging Face: a
+    folder with pytorch_model.bin, of any architecture that can be decomposed. Only tensors are read; no code of a
+    pickle is run. Torch is needed only for files from before torch 1.6.
 
     Examples:
 

@@ -23,7 +23,7 @@ class Activity:
 
     @property
     def firings(self) -> Int64[np.ndarray, " n"]:
-        """Of each component."""
+        """How often each component fires."""
         return np.diff(self.ends)
 
     def by_position(self) -> tuple[Int64[np.ndarray, " positions_plus_1"], Int32[np.ndarray, " firings"]]:
@@ -34,7 +34,7 @@ class Activity:
         return rows.indptr.astype(np.int64), rows.indices.astype(np.int32, copy=False)
 
     def choose(self, chosen: Int64[np.ndarray, " m"]) -> "Activity":
-        """Of some components, in ascending order."""
+        """The activity of some components, in ascending order."""
         if len(chosen) == len(self):
             return self
         firings = self.firings[chosen]

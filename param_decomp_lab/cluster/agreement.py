@@ -16,7 +16,7 @@ class Agreement(NamedTuple):
 
 def agreement(one: Int[np.ndarray, " n"], other: Int[np.ndarray, " n"]) -> Agreement:
     """G7, of groupings given by the number of each component's group."""
-    # scikit-learn has the index, and is no dependency; no pair is listed here.
+    # scikit-learn has the index, but is not a dependency; no pair is listed here.
     both = np.unique(np.stack([one, other]), axis=1, return_counts=True)[1]
     together, mine, theirs = (_pairs(counts) for counts in (both, np.bincount(one), np.bincount(other)))
     expected = mine * theirs / max(_pairs(np.asarray([len(one)])), 1.0)

@@ -32,7 +32,7 @@ class Pairs(NamedTuple):
     together: Int64[np.ndarray, " pairs"]
 
     def neighbours(self, n: int) -> tuple[Int64[np.ndarray, " n_plus_1"], Int32[np.ndarray, " twice_pairs"]]:
-        """Of each of n components those near it: ends, and their numbers."""
+        """The components near each of n components: ends, and their numbers."""
         of = np.concatenate([self.first, self.second])
         order = np.argsort(of, kind="stable")
         members = np.concatenate([self.second, self.first])[order]

@@ -33,8 +33,8 @@ class Cosines:
 
 @dataclass(frozen=True)
 class SiteAgreement:
-    """Of two runs at a site. ``counts``: components of each that fire, of which the smaller number is matched.
-    ``cosines`` and, of as many random directions, ``by_chance``: None if a run has no component that fires."""
+    """How far two runs agree at a site. ``counts``: components of each that fire, of which the smaller number is
+    matched. ``cosines`` and, of as many random directions, ``by_chance``: None if a run has no component that fires."""
 
     site: str
     counts: tuple[int, int]
@@ -44,7 +44,7 @@ class SiteAgreement:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of two runs, by number among the records. ``why``: if it could not be found."""
+    """How far two runs agree, by number among the records. ``why``: if it could not be found."""
 
     one: int
     other: int
@@ -64,8 +64,8 @@ class Agreement:
 def agreements(
     records: Sequence[Record], groups: Sequence[Sequence[int]], progress: Progress = lambda what: None
 ) -> list[Agreement]:
-    """Of all pairs of finished runs that differ by their seeds alone; if there are none, of all pairs of finished runs.
-    What keeps a run from being read is said of its pairs."""
+    """The agreement of all pairs of finished runs that differ by their seeds alone; if there are none, of all pairs of
+    finished runs. What keeps a run from being read is said of its pairs."""
     done = [[number for number in group if records[number].finished] for group in groups]
     pairs = [pair for group in done for pair in combinations(group, 2)]
     if not pairs:

@@ -95,7 +95,7 @@ def _replaced(node: Any, path: tuple[str, ...], override: Override) -> Any:
     if isinstance(node, list):
         if not key.isdecimal() or int(key) >= len(node):
             have = f"0 to {len(node) - 1}" if node else "none, it is empty"
-            raise UserError(f"--set {override.text}: '{key}' is no index of this list (valid: {have})")
+            raise UserError(f"--set {override.text}: '{key}' is not an index of this list (valid: {have})")
         place = int(key)
         return [_replaced(item, tuple(rest), override) if n == place else item for n, item in enumerate(node)]
     above = ".".join(override.path[: len(override.path) - len(path)])

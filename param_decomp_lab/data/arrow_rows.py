@@ -30,7 +30,7 @@ MOST_ROWS_PER_BATCH = 1024
 
 
 def schema(seq_len: int, vocab_size: int) -> pa.Schema:
-    """Of a shard. ``vocab_size`` decides how wide an id is."""
+    """The schema of a shard. ``vocab_size`` decides how wide an id is."""
     width = next(kind for kind in (pa.uint8(), pa.uint16(), pa.uint32()) if vocab_size <= 1 << kind.bit_width)
     ids = pa.list_(pa.field("item", width, nullable=False), seq_len)
     return pa.schema([pa.field(COLUMN, ids, nullable=False), pa.field(CHECKSUM, pa.uint32(), nullable=False)])
@@ -192,7 +192,7 @@ class ArrowRows:
 
 
 def shard_rows(file: Path) -> tuple[int, int]:
-    """Number of rows of a shard, and the tokens in each. Raises UserError for what is no whole shard."""
+    """Number of rows of a shard, and the tokens in each. Raises UserError for what is not a whole shard."""
     length, _, batches = _open_shard(file, 0)
     return sum(batch.rows for batch in batches), length
 

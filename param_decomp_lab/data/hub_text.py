@@ -20,7 +20,7 @@ from param_decomp_lab.safe_io.printable import printable, shortened
 from param_decomp_lab.ui.quiet_hub import quiet_hub
 
 ROWS_PER_UNIT = 1 << 16
-"""Of a slice."""
+"""Rows of a slice."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class HubDataset:
 
     @property
     def identity(self) -> str:
-        """Of a folder: differs where a file in it does."""
+        """The identity of a folder, which differs where a file in it does; empty for a dataset on the hub."""
         if not self.is_local:
             return ""
         files = sorted(path for path in Path(self.name).rglob("*") if path.is_file())

@@ -11,7 +11,7 @@ from param_decomp_lab.safe_io.json_text import read_json
 
 META_FILE = "meta.json"
 COLUMN = "input_ids"
-"""Of the shards: rows of token ids."""
+"""The column of the shards: rows of token ids."""
 Split = Literal["train", "eval"]
 SPLITS: tuple[Split, Split] = ("train", "eval")
 Meta = TypeVar("Meta", "SplitMeta", "DataMeta")

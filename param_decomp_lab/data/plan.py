@@ -15,13 +15,13 @@ from param_decomp_lab.safe_io.json_text import INTEGER
 from param_decomp_lab.safe_io.printable import shortened
 
 UNIT_BYTES = 1 << 24
-"""Of text in a unit, about."""
+"""Bytes of text in a unit, about."""
 LONGEST_ROW = 1 << 24
 """In tokens: beyond what any model reads, and little enough that a few rows fit into memory."""
 MOST_UNITS = 2048
-"""Of files that can be cut; what is larger than that many units has larger ones."""
+"""Units of files that can be cut; a file that is larger than that many units has larger ones."""
 FORMAT = 1
-"""Of what is written; another one has other bytes for the same text."""
+"""The number of the format that is written; another format has other bytes for the same text."""
 
 Role = Literal["by hash", "train", "eval"]
 """Which split the text of a unit goes to: what its pieces' hashes say, or one of them."""
@@ -69,7 +69,7 @@ class Settings:
             )
 
     def most_rows(self, split: Split) -> int | None:
-        """Of a split; None for as many as there are."""
+        """The largest number of rows of a split; None for as many as there are."""
         tokens = self.tokens if split == "train" else self.eval_tokens
         return None if tokens is None else tokens // self.seq_len
 

@@ -68,7 +68,7 @@ class TokenShapes:
 
 
 def _rows_sharding(mesh: Mesh, n_rows: int, axis: int) -> NamedSharding:
-    """Of an array whose ``axis`` are the rows of a batch."""
+    """The sharding of an array whose ``axis`` are the rows of a batch."""
     return sharding(mesh, (1,) * axis + (n_rows,), (None,) * axis + ("batch",))
 
 

@@ -268,7 +268,7 @@ def find_files(inputs: Sequence[str | Path]) -> list[Path]:
             try:
                 found = [file for file in root.glob(pattern) if file.is_file()] if pattern not in ("", ".") else []
             except ValueError as error:  # such as a**b
-                raise UserError(f"{given} is no glob ({error}); write for instance 'corpus/**/*.txt'") from error
+                raise UserError(f"{given} is not a glob ({error}); write for instance 'corpus/**/*.txt'") from error
         if not found:
             raise UserError(f"{given}: no such text file, no folder with files, and no glob that matches one")
         files |= dict.fromkeys(str(file) for file in sorted(found))

@@ -259,7 +259,7 @@ class _Joined:
         )
 
     def digest(self) -> bytes:
-        """Of all token ids, as int32."""
+        """The digest of all token ids, as int32."""
         return self._digests[0] if len(self._digests) == 1 else hashlib.sha256(b"".join(self._digests)).digest()
 
     def _write_tail(self, rows: Int32[np.ndarray, "n T"]) -> None:

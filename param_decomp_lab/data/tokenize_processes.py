@@ -86,7 +86,7 @@ class _Todo:
         return sum(self._plan.units[unit].size for unit in self._units if unit in self._rows)
 
     def done_tokens(self) -> int:
-        """Of the training split, in all parts."""
+        """Tokens of the training split, in all parts."""
         return sum(rows["train"] for rows in self._rows.values()) * self._plan.settings.seq_len
 
     def all_bytes(self) -> int:
@@ -172,7 +172,7 @@ def _in_processes(plan: Plan, work: Unfinished, todo: _Todo, processes: int, pro
 
 
 _work: dict[str, Any] = {}
-"""Of a process that tokenizes: what `_begin` was given."""
+"""What `_begin` gave to a process that tokenizes."""
 
 
 def _begin(plan: Plan, work: Unfinished, shared: Any) -> None:

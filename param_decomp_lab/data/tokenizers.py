@@ -20,7 +20,7 @@ from param_decomp_lab.safe_io.printable import printable
 
 BYTES = "bytes"
 NO_TOKENIZER = "none"
-"""Of data that were tokenized elsewhere."""
+"""The tokenizer of data that were tokenized elsewhere."""
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_BYTES = 1 << 28

@@ -28,7 +28,7 @@ from param_decomp_jax.method.state import State
 Adversaries = dict[str, Adversary]
 
 FIRST_NUMBER = 1 << 16
-"""Of the persistent terms among all that draw from a batch's key."""
+"""The first number of the persistent terms among all that draw from a batch's key."""
 
 
 def always_on(term: Reconstruction) -> Reconstruction:

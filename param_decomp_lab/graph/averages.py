@@ -24,10 +24,10 @@ from param_decomp_lab.harvest.files.averages import AVERAGES, AVERAGES_FILE, Ave
 from param_decomp_lab.runs.opened import OpenedRun
 
 GRADIENT_BYTES = 1 << 28
-"""Of the gradients with respect to what the sites give, for all targets that are computed at once."""
+"""Bytes of the gradients with respect to what the sites give, for all targets that are computed at once."""
 MOST_AT_ONCE = 32
 POSITIONS = 512
-"""Of a batch, at least one row."""
+"""Positions of a batch, at least one row."""
 
 Progress = Callable[[int, int, str], None]
 """Told how many targets are done, how many there are, and the site."""
@@ -159,7 +159,7 @@ class _Averager:
         return np.concatenate([by_site[name] for name in self._names])
 
     def _normalizers(self, batch: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of every component of the harvest: sums of λ and of a², and the number of positions."""
+        """Sums of λ and of a² for every component of the harvest, and the number of positions."""
         run = self._run
         with jax.set_mesh(run.mesh):
             found: Normalizers = jitted(_normalizers_of_batch)(self._problem, run.learned, run.weights, batch)

@@ -215,13 +215,13 @@ class Graph:
 
     @property
     def components(self) -> tuple[Node, ...]:
-        """Of largest influence first."""
+        """The components, of largest influence first."""
         found = (node for node in self.nodes if node.kind == "component")
         return tuple(sorted(found, key=lambda node: -node.influence))
 
     @property
     def replacement_score(self) -> float:
-        """Of the influence that ends in embeddings or residual errors, the part that ends in embeddings (E9)."""
+        """The part of the influence ending in embeddings or residual errors that ends in embeddings (E9)."""
         ends = self.shares.embeddings + self.shares.rests
         return self.shares.embeddings / ends if ends > 0 else 0.0
 
@@ -292,7 +292,7 @@ class Graph:
         """From `to_json`'s result. Raises UserError, which names ``where``."""
         version = raw.get("version")
         if version != VERSION:
-            raise UserError(f"{where} is no graph of version {VERSION}, which is what this code reads")
+            raise UserError(f"{where} is not a graph of version {VERSION}, which this code reads")
         try:
             tables = {name: list(_rows(raw[name])) for name in ("nodes", "edges")}
             graph = TypeAdapter(cls).validate_python({**raw, **tables})
@@ -301,6 +301,8 @@ class Graph:
         n = len(graph.nodes)
         if not all(0 <= end < n for edge in graph.edges for end in (edge.source, edge.target)):
             raise UserError(f"{where} is not a graph that `pd graph` wrote: an edge leads to no node")
+        if not all(-1 <= node.position < max(1, len(graph.tokens)) for node in graph.nodes):
+            raise UserError(f"{where} is not a graph that `pd graph` wrote: a node stands at no token")
         return graph
 
 

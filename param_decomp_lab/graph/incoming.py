@@ -21,7 +21,7 @@ from param_decomp_lab.graph.firing import find_firing
 from param_decomp_lab.runs.opened import OpenedRun
 
 GRADIENT_BYTES = 1 << 29
-"""Of the gradients with respect to what the sites give, for all targets that are computed at once."""
+"""Bytes of the gradients with respect to what the sites give, for all targets that are computed at once."""
 MOST_AT_ONCE = 64
 
 

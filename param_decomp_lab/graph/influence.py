@@ -101,7 +101,7 @@ def prune(
 
 
 def _leads_to_an_output(edges: Int[np.ndarray, "e 2"], rows: Rows) -> Bool[np.ndarray, " e"]:
-    """Of each edge, whether what it leads to has a way to an output."""
+    """Whether what each edge leads to has a way to an output."""
     n_outputs = len(rows.probability)
     reached = np.zeros(rows.weights.shape[1], bool)
     level = np.concatenate([np.full(n_outputs, np.iinfo(np.int64).max), rows.order])[edges[:, 0]]

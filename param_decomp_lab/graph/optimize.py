@@ -43,9 +43,9 @@ LEAST_KL = 1e-3
 DEFAULT_PENALTY = Lp(Anneal(1.0, 1.0), 0.0)
 LEAST_EPS = 0.01
 FIRST, SECOND = 0, 1
-"""Of two sets of draws and attacks: by which candidates are found, and by which one is chosen and reported."""
+"""Two sets of draws and attacks: candidates are found by the first; one is chosen and reported by the second."""
 MARGIN = 0.9
-"""Of what is allowed: errors differ by draws and attacks."""
+"""The share of what is allowed that is aimed at: errors differ by draws and attacks."""
 
 
 @dataclass(frozen=True)

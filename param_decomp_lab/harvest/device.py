@@ -18,7 +18,8 @@ AnyArray = jax.Array | np.ndarray
 
 
 class SiteSums(NamedTuple):
-    """Of all positions of a block that count, whether a component fires there or not. Activations without their signs.
+    """Sums over all positions of a block that count, whether a component fires there or not. Activations without their
+    signs.
 
     Sums over the firings alone are left to the host: made here, they cost a fifth of the pass on a CPU.
     """
@@ -29,7 +30,8 @@ class SiteSums(NamedTuple):
 
 
 class SiteValues(NamedTuple):
-    """Of one site, for each of ``blocks`` blocks of n positions, those of rows that only fill up the last one included.
+    """The values of one site, for each of ``blocks`` blocks of n positions, those of rows that only fill up the last
+    one included.
 
     ``importance``: λ. ``activation``: ``‖U_c‖ · (x · V_c)``.
     """

@@ -183,7 +183,7 @@ class TopExamples(Examples):
 
 
 def place_in_group(sorted_groups: np.ndarray) -> np.ndarray:
-    """Of each element of a sorted array, how many equal ones are before it."""
+    """How many equal elements are before each element of a sorted array."""
     n = len(sorted_groups)
     starts = (
         np.flatnonzero(np.concatenate([[True], sorted_groups[1:] != sorted_groups[:-1]])) if n else np.zeros(0, int)

@@ -264,7 +264,7 @@ def _write_weights(run: OpenedRun, site: PlannedSite, file: Path) -> None:
 
 
 def _largest(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each row the ``k`` largest entries by absolute value, and their cosines: entries of the row at length 1."""
+    """The ``k`` largest entries of each row by absolute value, and their cosines: entries of the row at length 1."""
     norm = np.linalg.norm(x, axis=1, keepdims=True)
     cosines = x / np.where(norm > 0, norm, 1)
     order = np.argsort(-np.abs(cosines), axis=1, kind="stable")[:, :k]

@@ -11,7 +11,7 @@ from jaxtyping import Int, UInt64
 BUFFER = 1 << 24
 """Counts that all sites together keep in memory before they are added up and written."""
 COUNT_BITS, TOKEN_BITS = 24, 20
-"""Of a packed count; the component has the other 20."""
+"""Bits of a packed count for the count and for the token; the component has the other 20."""
 SCHEMA = pa.schema([("site", pa.int16()), ("component", pa.int32()), ("token", pa.int32()), ("n", pa.int64())])
 
 

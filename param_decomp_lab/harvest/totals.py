@@ -14,7 +14,7 @@ UNIT = 2.0**-26
 
 @dataclass
 class Totals:
-    """Of every component of a site, over the positions harvested so far.
+    """Totals of every component of a site, over the positions harvested so far.
 
     ``importance_sum`` and ``activation_sum`` (of |a|) are over all positions, ``firing_activation_sum`` over those
     where the component fires; all in `UNIT`. ``firings_at_one``: the firings with λ of `AT_ONE` or more.

@@ -122,7 +122,8 @@ class Draws:
         return self._unseen(places, self._harvest.examples(*component)) or places
 
     def _unseen_examples(self, component: Component) -> list[Example]:
-        """Of the uniform sample; all of it where the namer has seen the surroundings of every one."""
+        """Examples of the uniform sample that the namer has not seen; all of it where it has seen the surroundings of
+        every one."""
         examples = self._harvest.examples(*component)
         uniform = {(e.row, e.position): e for e in examples if e.kind == "uniform"}
         unseen = self._unseen(list(uniform), examples)

@@ -22,7 +22,7 @@ ANSWER_BYTES = 1 << 20
 """Limit for an answer."""
 ERROR_CHARACTERS = 500
 SHORTEST_KEY = 8
-"""Shorter keys are no secrets, such as `none`; texts are not searched for them."""
+"""Shorter keys, such as `none`, are not secrets; texts are not searched for them."""
 FREE = (429, 503)
 """Besides 4xx: the server says that it has done nothing. Other errors of servers may come after the work."""
 AGAIN = (408, 409, 429)
@@ -33,7 +33,7 @@ MOST_TOKENS = 1 << 40
 class Reply:
     """What came of a request.
 
-    ``kind``: ``answer``; ``malformed``, which is no answer of the wire format; ``again``, the server is busy, in
+    ``kind``: ``answer``; ``malformed``, which is not an answer of the wire format; ``again``, the server is busy, in
     trouble or cannot be reached; ``refused``, and will be again. ``text``: the answer, or what was wrong. ``usage``:
     tokens of the prompt and of the answer, if the server says so. ``free``: nothing was done, and nothing is charged.
     ``status``: of HTTP. ``retry_after``: seconds, if the server says so.
@@ -81,11 +81,11 @@ class Endpoint:
                 raise UserError(f"{option} should be dollars per million tokens, from 0 up, not {price}")
 
     def largest_cost(self, messages: Sequence[Message]) -> int:
-        """Of a request, in billionths of a dollar."""
+        """The largest cost of a request, in billionths of a dollar."""
         return self.prices.cost(most_tokens(messages), self.max_tokens)
 
     def cost(self, reply: Reply, largest: int) -> int:
-        """Of a request that could have cost ``largest``: that, where nobody says what it was."""
+        """The cost of a request that could have cost ``largest``: that, where nobody says what it was."""
         if reply.free:
             return 0
         return largest if reply.usage is None else self.prices.cost(*reply.usage)
@@ -161,8 +161,8 @@ class Endpoint:
 
 
 def read_key(name: str) -> str:
-    """The key in the environment variable ``name``. UserError, which does not show it, if there is none or it is no
-    key."""
+    """The key in the environment variable ``name``. UserError, which does not show it, if there is none or it
+    cannot be one."""
     key = os.environ.get(name, "").strip()
     if not key:
         raise UserError(
@@ -184,7 +184,7 @@ def _usage(given: Any) -> tuple[int, int] | None:
 
 
 def _seconds(header: str) -> float | None:
-    """Of a Retry-After: seconds, or a date."""
+    """The seconds of a Retry-After: a number, or a date."""
     with suppress(ValueError):
         seconds = float(header)
         return seconds if math.isfinite(seconds) and seconds >= 0 else None

@@ -18,7 +18,7 @@ from param_decomp_lab.label.session import Request
 ESTIMATED_FROM = 20
 """Components whose questions an estimate of all is made from."""
 ANSWER_TOKENS = 100
-"""Of a usual answer, as far as there is room: of a model that does not think first."""
+"""Tokens of a usual answer, as far as there is room, from a model that does not think first."""
 
 
 def dry_run(

@@ -17,7 +17,7 @@ from param_decomp_lab.label.texts import Text, Texts
 AT_ONCE = 5
 """Texts of one question, so that its instructions are paid for once."""
 Truth = tuple[bool, ...] | int
-"""Of every text of a question whether yes is right; or which text is the intruder, from 0."""
+"""Whether yes is right for every text of a question; or which text is the intruder, from 0."""
 Answer = tuple[bool, ...] | int
 
 _SHORT = "Answer with the JSON list and nothing else."

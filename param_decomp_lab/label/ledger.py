@@ -69,8 +69,8 @@ class Asked:
 
 
 class Ledger:
-    """Of one run, for one process at a time: see `open_ledger`. ``cap``, ``spent``: billionths of a dollar; the latter
-    since the file began, requests in flight at their largest cost."""
+    """The requests of one run, for one process at a time: see `open_ledger`. ``cap``, ``spent``: billionths of a
+    dollar; the latter since the file began, requests in flight at their largest cost."""
 
     def __init__(self, database: sqlite3.Connection, file: Path, cap: int) -> None:
         self._database, self._file, self.cap = database, file, cap

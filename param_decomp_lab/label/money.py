@@ -9,7 +9,7 @@ NANO = 1_000_000_000
 TEMPLATE_TOKENS = 256
 """Allowance for what a server adds to a prompt: marks between messages, and a system prompt of its own."""
 BYTES_PER_TOKEN = 4
-"""Of English text, about: for estimates."""
+"""Bytes of a token of English text, about: for estimates."""
 
 Message = dict[str, str]
 """``role`` and ``content``."""

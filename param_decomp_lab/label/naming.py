@@ -16,7 +16,7 @@ TOP_SHOWN = 8
 UNIFORM_SHOWN = 8
 TOKENS_SHOWN = 12
 VALUES_SHOWN = 6
-"""Of the marked tokens of an example, the values of λ."""
+"""Values of λ that are shown of an example's marked tokens."""
 LABEL_CHARACTERS = 300
 INSTRUCTIONS = """\
 You describe what a component of a language model's weights does. A component matters at some tokens of a text, \

@@ -35,7 +35,7 @@ def kinds_named(names: Sequence[str]) -> tuple[Kind, ...]:
     """All kinds of scores for no names. UserError for a name that is none."""
     for name in names:
         if name not in CHANCE:
-            raise UserError(f"--kind {name} is no kind of score; {nearest(name, CHANCE)}")
+            raise UserError(f"--kind {name} is not a kind of score; {nearest(name, CHANCE)}")
     return tuple(kind for kind in CHANCE if kind in names or not names)
 
 

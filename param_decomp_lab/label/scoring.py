@@ -51,7 +51,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Overall:
-    """Of all components of a kind of score. ``mean``: of their scores; None without any. ``standard_error``: from how
+    """A kind of score over all components. ``mean``: of their scores; None without any. ``standard_error``: from how
     they differ; of one component, its own."""
 
     components: int

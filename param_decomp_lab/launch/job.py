@@ -109,7 +109,7 @@ def _value(option: str, text: str) -> str:
     """The value of an option as submitit is to be given it.
 
     sbatch reads a backslash as the mark of a literal character, even in the quotes that submitit puts around. UserError
-    for a line's end, which would make the rest a line of its own, and for what is no text.
+    for a line's end, which would make the rest a line of its own, and for what is not text.
     """
     bad = next((character for character in text if unicodedata.category(character) in ("Cc", "Cs")), None)
     if bad is not None:

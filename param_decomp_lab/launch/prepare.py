@@ -42,7 +42,7 @@ def record_job(folder: Path, job: str) -> None:
         described = read_json(file, "the record of the launch", dict) if file.exists() else {}
         jobs = described.get("jobs", [])
         write_whole(file, json.dumps({**described, "jobs": [*jobs, job]}, indent=2) + "\n")
-    except (UserError, OSError, TypeError) as error:  # TypeError: the jobs are no list
+    except (UserError, OSError, TypeError) as error:  # TypeError: the jobs are not a list
         raise UserError(f"{file}: job {job} cannot be recorded: {error}") from error
 
 

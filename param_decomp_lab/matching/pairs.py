@@ -7,8 +7,8 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 
 ASSIGNED = 4096
-"""Components of a run that an assignment takes at most: 4,096 take 2 s and 0.6 GB. With more, those that are nearest to
-each other are paired."""
+"""Components of a run that an assignment takes at most: 4,096 take 2 s, and 0.6 GB with vectors of 2,000 numbers. With
+more, those that are nearest to each other are paired."""
 AT_ONCE = 1 << 23
 """Cosines, or entries of vectors, that are computed together where there are more."""
 
@@ -43,9 +43,10 @@ class Pairs:
         return self.cos_V * self.cos_U
 
 
-def pairs_of(one: Fired, other: Fired) -> Pairs:
-    """P5 of the components of two runs at a site."""
-    assigned = max(one.n, other.n) <= ASSIGNED
+def pairs_of(one: Fired, other: Fired, assigned: bool | None = None) -> Pairs:
+    """P5 of the components of two runs at a site. ``assigned``: whether by an assignment; by default if they are not
+    too many."""
+    assigned = max(one.n, other.n) <= ASSIGNED if assigned is None else assigned
     if not one.n or not other.n:
         rows = columns = np.zeros(0, np.int64)
     elif assigned:

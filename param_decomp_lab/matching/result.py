@@ -63,7 +63,8 @@ class MatchedSite:
 
     @property
     def flipped(self) -> np.ndarray:
-        """Of each pair, whether the V of one points the other way, so that their activations have opposite signs."""
+        """Whether the V of one component of each pair points the other way, so that their activations have opposite
+        signs."""
         found: np.ndarray = self.cos_V < 0
         return found
 
@@ -73,7 +74,7 @@ class MatchedSite:
         return min(self.firing)
 
     def share(self, above: float = NEAR) -> float:
-        """Of the components that can be matched, the share that are with a larger similarity; NaN if none fire."""
+        """The share of the components that can be matched with a similarity above ``above``; NaN if none fire."""
         return _share(self.similarity, above, self.most)
 
     def random_share(self, above: float = NEAR) -> float:

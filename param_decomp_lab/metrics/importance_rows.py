@@ -43,7 +43,7 @@ class ImportanceRows:
 def most_important(
     sites: Sites, means: Mapping[str, Float[np.ndarray, "C"]], n: int
 ) -> tuple[dict[str, Int[np.ndarray, "n"]], dict[str, Int[np.ndarray, "layers n"]]]:
-    """Of each site the at most ``n`` components of largest mean λ, in that order: by site, and by stack."""
+    """The at most ``n`` components of largest mean λ of each site, in that order: by site, and by stack."""
     chosen = {name: np.argsort(-mean, kind="stable")[:n].astype(np.int32) for name, mean in means.items()}
     return chosen, {s.name: s.lay_out(np.stack([chosen[sites.all[i].name] for i in s.sites])) for s in sites.stacks}
 
@@ -58,7 +58,7 @@ class RowReader:
         )
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of the numbers that the program is given, by stack."""
+        """The shapes of the numbers that the program is given, by stack."""
         none = {site.name: np.zeros(site.C) for site in self._sites.all}
         _, by_stack = most_important(self._sites, none, self._shown.n_components)
         return {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole) for k, x in by_stack.items()}

@@ -183,7 +183,7 @@ def effect_of(
 def _activations(
     run: OpenedRun, site: str, number: int, rows: Float[np.ndarray, "n d"] | Int[np.ndarray, "n T"], positions: Any
 ) -> Float[np.ndarray, " n"]:
-    """Of one component, at one position of each row."""
+    """The activations of one component, at one position of each row."""
     found, n = np.zeros(len(rows)), len(rows)
     for first in range(0, n, ROWS_AT_ONCE):
         # The last rows are filled up, so that there is one program.

@@ -164,7 +164,7 @@ def contributions_on(
     run: OpenedRun, programs: HeadPrograms, inputs: Inputs, site: str, component: int, others: Sequence[int]
 ) -> Float[np.ndarray, "others heads T T"]:
     """What a component and some of the other site add to the scores of every query head, from position t to s, on one
-    row of text (H2): 0 for s > t. Raises UserError as `partners_of`, and for inputs that are no single row."""
+    row of text (H2): 0 for s > t. Raises UserError as `partners_of`, and for inputs that are not a single row."""
     other = _partner_site(run, site)
     batch, single = run.as_batch(inputs)
     if not single:

@@ -47,7 +47,7 @@ def match_site(
     one_numbers, one = _firing(run, harvest, site)
     other_numbers, two = _firing(other, other_harvest, site)
     pairs = pairs_of(one, two)
-    random = pairs_of(*random_like(one, two))
+    random = pairs_of(*random_like(one, two), pairs.assigned)
     jaccard = None
     if alike:
         numbers = one_numbers[pairs.one], other_numbers[pairs.other]

@@ -192,7 +192,7 @@ class Run(OpenedRun):
         alone ``layers.3.mlp.down_proj:17@4``), as nodes of a graph, or ``{site: numbers}``. ``options``: fields of
         `param_decomp_lab.opening.intervention.InterventionRequest`.
 
-        Raises UserError for what is no component, no position, or no option.
+        Raises UserError for an unknown component, position or option.
         """
         return intervene(self, prompt, selection, **options)
 

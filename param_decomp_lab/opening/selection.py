@@ -33,7 +33,7 @@ def selected(
 
     ``positions``: of the components that are selected without a position of their own; None for all.
     ``may_have_positions``: whether a component may be selected at one position. ``groups``: where a group's members are
-    read. Raises UserError for what is no component, no group, or no position.
+    read. Raises UserError for an unknown component, group or position.
     """
     everywhere = range(n_positions) if positions is None else [_position(p, n_positions) for p in positions]
     found: dict[str, np.ndarray] = {}
@@ -41,7 +41,7 @@ def selected(
     def add(name: str, number: int, own: int | None) -> None:
         site = name.removeprefix("model.").removesuffix(".weight")
         if site not in sites:
-            raise UserError(f"'{name}' is no site; {nearest(site, sites)}")
+            raise UserError(f"unknown site '{name}'; {nearest(site, sites)}")
         C = sites[site].C
         if not 0 <= number < C:
             raise UserError(f"{site} has components 0 to {C - 1}, and no component {number}")
@@ -67,7 +67,7 @@ def selected(
             case Node(kind="component", site=site, number=number, position=position):
                 add(site, number, position)
             case Node():
-                raise UserError(f"{entry.id} is no component; an intervention is done to components")
+                raise UserError(f"{entry.id} is not a component; interventions act on components")
             case str():
                 name, number, position = _parts(entry)
                 if name == GROUP:

@@ -197,7 +197,7 @@ def _train(
 
 
 def _keys(seed: int) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """Of the initial weights, and of the data."""
+    """The keys of the initial weights, and of the data."""
     of_weights, of_data = jax.random.split(jax.random.key(seed))
     return of_weights, of_data
 

@@ -12,6 +12,7 @@ from param_decomp_aot.roofline import Rates, reached_rates
 from param_decomp_aot.topology import card_memory, target_configs
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.probe import MARGIN_GIB, MEM_FRACTION
+from param_decomp_lab.safe_io.files import read_text
 from param_decomp_lab.schema.spelling import nearest
 
 TABLE = Path(param_decomp_aot.__file__).parent / "gpus" / "cards.csv"
@@ -77,8 +78,8 @@ def _own_card(file: Path) -> str:
     """The table in ``file``. Where the rates that the card reaches are missing, an H200's shares are taken."""
     columns, *rows = csv.reader(TABLE.read_text().splitlines())
     try:
-        given = list(csv.DictReader(file.read_text().splitlines()))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        given = list(csv.DictReader(read_text(file, "the card").removeprefix("\ufeff").splitlines()))
+    except csv.Error as error:
         raise UserError(f"--gpu {file}: cannot be read ({error})") from error
     if len(given) != 1:
         raise UserError(f"--gpu {file}: has {len(given)} rows; should have one below its header, as in {TABLE}")

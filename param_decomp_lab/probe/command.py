@@ -84,7 +84,7 @@ def _gpus_per_node(mesh: MeshShape, nodes: int | None, per_node: int | None) -> 
     if nodes is None and per_node is None:
         if n > each and n % each:
             raise UserError(
-                f"{axes}, which are no whole nodes of {each}; say how many GPUs a node has (--gpus-per-node)"
+                f"{axes}, which do not fill whole nodes of {each}; say how many GPUs a node has (--gpus-per-node)"
             )
         return min(n, each)
     there = (nodes or max(1, -(-n // each))) * each

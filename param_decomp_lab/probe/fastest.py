@@ -80,7 +80,7 @@ class _Search:
         return self.at(space, levels).verdict == "fits"
 
     def fastest(self, space: Space) -> Levels | None:
-        """Of this space's that fit."""
+        """The fastest levels of this space that fit."""
         fitting = [levels for name, levels in self.points if name == space.name and self.fits(space, levels)]
         return min(fitting, key=lambda levels: self.at(space, levels).step_s, default=None)
 
@@ -142,8 +142,8 @@ _Step = tuple[int, int, tuple[float, float]]
 
 
 def _cheapest(steps: Sequence[_Step], most_gib: float) -> list[tuple[int, int]]:
-    """Of all sets of steps that add at most ``most_gib`` the one that adds least time, by the sums of what each adds
-    alone; empty where there is none, or none is better than to do nothing."""
+    """The set of steps adding at most ``most_gib`` that adds least time, by the sums of what each adds alone; empty
+    where there is none, or none is better than to do nothing."""
     sums: list[tuple[float, float, list[tuple[int, int]]]] = [(0.0, 0.0, [])]
     for i, of_one in itertools.groupby(sorted(steps), key=lambda step: step[0]):
         more = [(gib, seconds, to) for _, to, (gib, seconds) in of_one]

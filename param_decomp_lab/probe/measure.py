@@ -33,7 +33,7 @@ class Measured:
 
     @property
     def peak(self) -> int:
-        """Of the device's memory, with what lies there beside the program's own arguments."""
+        """The peak of the device's memory, with what lies there beside the program's own arguments."""
         return self.memory.peak + self.elsewhere
 
 

@@ -34,7 +34,7 @@ class Point:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return 0 if self.answer is None else int(self.answer["tokens_per_step"])
 
     @property
@@ -112,7 +112,7 @@ def best(points: Sequence[Point], goal: Goal = "batch") -> Point | None:
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """Of those that fit the ones that no other beats in both tokens of a step and tokens/s."""
+    """The points that fit and that no other one beats in both tokens of a step and tokens/s."""
     fitting = [point for point in points if point.verdict == "fits"]
 
     def beaten(p: Point) -> bool:

@@ -44,7 +44,7 @@ EVALUATIONS = ("evaluation", "slow evaluation", "figures", "rows of figures")
 class Phase:
     """A part of a run on one mesh.
 
-    ``elsewhere``: bytes of one device that are taken meanwhile and are no arguments of the program. ``groups``: bytes
+    ``elsewhere``: bytes of one device that are taken meanwhile and are not arguments of the program. ``groups``: bytes
     of one device by what the arguments are.
     """
 

@@ -53,7 +53,7 @@ def _value(key: str, value_text: str, text: str) -> Any:
         case "batch" | "seq":
             first, dots, last = value_text.partition("..")
             if not first.isdecimal() or int(first) < 1 or (dots and not last.isdecimal()):
-                raise UserError(f"--vary {text}: '{value_text}' is no number, and no range such as 64..2048")
+                raise UserError(f"--vary {text}: '{value_text}' is neither a number nor a range such as 64..2048")
             if not dots:
                 return int(first)
             if int(last) < int(first):

@@ -29,7 +29,7 @@ from param_decomp_lab.training.loop import compile_steps
 __all__ = ["fresh_state", "profile", "traced"]
 
 UNKNOWN_SHARE = 0.1
-"""Of device time: from here on the missing names are worth a word."""
+"""A share of device time: from here on the missing names are worth a word."""
 
 
 def profile(
@@ -126,7 +126,7 @@ class _Runner:
 def traced(folder: Path, name: str) -> AbstractContextManager[None]:
     """A trace into ``folder``."""
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # a Python function called is no time of a device, and there are thousands
+    options.python_tracer_level = 0  # calls of Python functions say nothing about a device, and there are thousands
     options.session_id = name
     return jax.profiler.trace(folder, profiler_options=options)
 

@@ -74,7 +74,7 @@ def read_times(trace: Path, program: str, kinds: Collection[str], devices: int) 
     parts: dict[str, Part | None] = {}
 
     def part(name: str) -> Part | None:
-        """Of an operation, None for one that only holds others; each is looked up once."""
+        """The part of an operation; None for one that only holds others. Each is looked up once."""
         if name not in parts:
             container = instructions.opcode(name) in CONTAINERS
             parts[name] = None if container else classify_scope(instructions.origin(name)[0], kinds)
@@ -112,7 +112,7 @@ class _Event:
 
 
 def _lines(plane: ProfilePlane) -> Iterator[list[_Event]]:
-    """Of every thread or stream what may be an operation: on a host, events that name one; on a device, all."""
+    """The events of every thread or stream that may be operations: on a host, those that name one; on a device, all."""
     is_device = plane.name.startswith("/device:")
     for line in plane.lines:
         found = sorted(

@@ -74,7 +74,7 @@ class L0:
         return any(site.routed is not None for site in self.sites)
 
     def mean_over_sites(self, values: Sequence[float]) -> float | None:
-        """Of means over all positions, one for each site, that over the positions where the sites exist."""
+        """The mean over the positions where the sites exist, from means over all positions, one for each site."""
         weight = sum(site.exists for site in self.sites)
         return sum(values) / weight if weight > 0 else None
 

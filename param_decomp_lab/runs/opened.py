@@ -189,7 +189,7 @@ class OpenedRun:
     def _site(self, name: str) -> Site:
         plain = name.removeprefix("model.").removesuffix(".weight")
         if plain not in self.sites:
-            raise UserError(f"'{name}' is no site; {nearest(plain, self.sites)}")
+            raise UserError(f"unknown site '{name}'; {nearest(plain, self.sites)}")
         return self.sites[plain]
 
     def _place(self, site: Site) -> tuple[Stack, Any]:

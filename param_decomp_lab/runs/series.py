@@ -13,7 +13,7 @@ STEP_TIME = "train/perf/step_time_s"
 def series_by_key(rows: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
     """One series per key, over the rows that have it. Rows of the same step are merged; the later row wins.
 
-    ``null`` and the strings that JSON writers use for non-finite numbers count as such; other values are no series.
+    ``null`` and the strings that JSON writers use for non-finite numbers count as such; other values are not a series.
     """
     points: dict[str, dict[int, float]] = {}
     for row in rows:

@@ -48,7 +48,7 @@ def path_within(folder: Path, name: object, where: str, *, links: bool = True) -
     """The file ``name`` of ``folder``, where ``name`` stands in a file. ``where``: that file and key, for errors.
 
     ``links``: whether a symbolic link may lead out of the folder, as in the caches of model hubs. Raises UserError for
-    what is no text, an absolute path, one with `..`, one that cannot be a path, and such a link unless allowed.
+    what is not text, an absolute path, one with `..`, one that cannot be a path, and such a link unless allowed.
     """
     if not isinstance(name, str) or not name:
         raise UserError(f"{where}: should be the name of a file, not {printable(repr(name), 80)}")

@@ -40,7 +40,7 @@ class _Loader(yaml.SafeLoader):
         """By line: what is wrong with a key that is given twice in one mapping."""
         self._depth = 0
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}
-        """Of each finished node, with its aliases written out: how many nodes, and how many levels."""
+        """The size of each finished node, with its aliases written out: how many nodes, and how many levels."""
 
     def error(self, line: int, message: str) -> UserError:
         return UserError(f"{self.name}, line {line}: {message}")

@@ -105,8 +105,8 @@ class NamedText:
     def make(self, console: Console) -> None:
         """Tokenizes the text into `folder` unless it is there; waits where another run does it.
 
-        Raises UserError for what the hub refuses or does not have, or what is no such text; CannotFetch where the hub
-        cannot be reached.
+        Raises UserError for what the hub refuses or does not have, or what is not such a text; CannotFetch where the
+        hub cannot be reached.
         """
         if self.is_made:
             return
@@ -148,7 +148,7 @@ class NamedText:
 
     @property
     def _role(self) -> Role:
-        """Of the training split's text: a part is held out where an evaluation has no split of its own."""
+        """The role of the training split's text: a part is held out where an evaluation has no split of its own."""
         data = self.data
         return "by hash" if self.eval_rows and (data.of_files or data.eval_split == data.train_split) else "train"
 

@@ -41,7 +41,7 @@ class Program:
 
 
 def learned_shapes(problem: Problem, mesh: Mesh) -> Learned:
-    """Of them, those of what is learned."""
+    """Shapes and shardings of the learned arrays."""
     spec, sites = problem.decomposition, problem.target.sites
     key = jax.eval_shape(lambda: spec.key("init"))
     components = jax.eval_shape(partial(init_components, sites=sites), key)

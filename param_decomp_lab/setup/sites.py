@@ -91,7 +91,7 @@ def _pair(
     for name in given:
         site = next((known for known in by_name if matches_module(name, known)), None)
         if site is None:
-            raise UserError(f"{where}: '{name}' is no site; the sites are {', '.join(by_name)}")
+            raise UserError(f"{where}: unknown site '{name}'; the sites are {', '.join(by_name)}")
         if site in taken:
             raise UserError(f"{where}: {site} is in pd.tied_weights.{taken[site]} already; a site is tied once")
         taken[site] = n

@@ -170,7 +170,7 @@ def _graph_file(run: Path, name: str, kept: Mapping[str, Path]) -> Path:
     if Path(name).is_file():
         return Path(name)
     here = ", ".join(kept) if kept else "none"
-    raise UserError(f"{name} is no file and no graph that {run} has kept; it has kept: {here}")
+    raise UserError(f"{name} is neither a file nor a graph that {run} has kept; it has kept: {here}")
 
 
 def _refuse_unknown(by_hand: HandGroups, files: Mapping[str, Path]) -> None:

@@ -24,7 +24,7 @@ WINDOW = 0.02
 SETTLED = 0.05
 """Fractions of training: over which medians are taken, and before which nothing is compared."""
 LEAST_ROWS = 10
-"""Of a window."""
+"""The least rows of a window."""
 
 ADVICE = (
     "Runs with p below 1 have lost their importances after this: keep a checkpoint from before; a smaller learning "
@@ -68,11 +68,11 @@ class GradientGrowth:
         self._size = max(LEAST_ROWS, round(WINDOW * n_rows))
         self._window: deque[float] = deque(maxlen=self._size)
         self._medians: deque[tuple[float, int]] = deque(maxlen=self._size)
-        """Of the windows that have rows in common with the present one."""
+        """Medians of the windows that have rows in common with the present one."""
         self._lowest: tuple[float, int] | None = None
 
     def add(self, step: int, norm: float) -> Growth | None:
-        """Of the window that ends with this row; None before there is an earlier one to compare with."""
+        """The growth of the window that ends with this row; None before there is an earlier one to compare with."""
         if self._unsettled > 0:
             self._unsettled -= 1
             return None
@@ -98,7 +98,7 @@ TAIL_LIMIT = 4.2
 """In the runs that collapse in docs/measurements/collapse.md the tail passes it 8,000 steps of 80,000 before, or more.
 In those beside them that do not, it stays below."""
 LEAST_STEPS = 1000
-"""Of a window whose 95th percentile is taken."""
+"""The least steps of a window whose 95th percentile is taken."""
 N_WINDOWS = 3
 
 

@@ -27,7 +27,7 @@ INIT_TIMEOUT_S = 60.0
 FINISH_TIMEOUT_S = 20.0
 """For what is still on its way when the run has ended. wandb keeps the rest on disk."""
 RETRIES = 1_000_000
-"""Of a request, before wandb gives up on the rest of a run: it should not."""
+"""How often a request is repeated before wandb gives up on the rest of a run: it should not."""
 OUTCOMES = {"finished": 0, "failed": 1, "preempted": 1}
 """wandb's exit code for each."""
 
@@ -102,7 +102,7 @@ def _put_aside(made: Path) -> None:
 
 def read_rows(file: Path, ending: Ending) -> Iterator[dict[str, Any]]:
     """Rows as they are written, until the run has ended. A line that is cut off by then is left out. Raises ValueError,
-    with its number, for one that is no row."""
+    with its number, for one that is not a row."""
     rest, number = b"", 0
     with file.open("rb") as lines:
         while True:

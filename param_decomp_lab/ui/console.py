@@ -15,7 +15,7 @@ WIDTH = 150
 
 
 class PlainConsole(Console):
-    """Prints what it is given as it is: paths and names are no markup and no emoji codes, and their control characters
+    """Prints what it is given as it is: paths and names are not markup or emoji codes, and their control characters
     become visible. Give a ``style``, or a `rich.text.Text`."""
 
     def __init__(self, **options: Any) -> None:

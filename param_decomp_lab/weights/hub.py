@@ -117,7 +117,9 @@ class HubModel:
         """Raises UserError for a model without a configuration or without safetensors."""
         names = set(files)
         if CONFIG_FILE not in names:
-            raise UserError(f"{self.where}: {self} has no {CONFIG_FILE}, so it is no model in the Hugging Face layout")
+            raise UserError(
+                f"{self.where}: {self} has no {CONFIG_FILE}, so it is not a model in the Hugging Face layout"
+            )
         if names & {SINGLE_FILE, INDEX_FILE}:
             return
         if names & set(PICKLES):
@@ -185,7 +187,9 @@ class HubModel:
         if isinstance(error, RevisionNotFoundError):
             return UserError(f"target.revision: {self.name} has no revision '{self.revision}'; see {page}/tree/main")
         if isinstance(error, EntryNotFoundError):
-            return UserError(f"{self.where}: {self} has no {CONFIG_FILE}, so it is no model in the Hugging Face layout")
+            return UserError(
+                f"{self.where}: {self} has no {CONFIG_FILE}, so it is not a model in the Hugging Face layout"
+            )
         if isinstance(error, RepositoryNotFoundError):
             private = "the token that was sent may not see it" if has_token else f"it is private and needs {token}"
             return UserError(f"{self.where}: there is no {self.name} on {_hub()}, or {private}")

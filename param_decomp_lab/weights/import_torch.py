@@ -152,7 +152,7 @@ def checked_tensors(architecture: Architecture, state: Mapping[str, np.ndarray],
 
     Of two tensors that are one matrix, both are kept only where they differ; `target_folder.py` then reads both.
 
-    Raises UserError for a name or a shape that it does not have, and for what are no floating-point numbers.
+    Raises UserError for a name or a shape that it does not have, and for what are not floating-point numbers.
     """
     shapes, prefix, tied = tensor_shapes(architecture), architecture.prefix, architecture.tied_tensors
     shapes |= {} if tied is None else {tied[1]: shapes[tied[0]]}

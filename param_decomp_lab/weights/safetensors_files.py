@@ -138,8 +138,8 @@ class SafetensorsFolder:
 
 
 def listed_files(folder: Path) -> list[str]:
-    """The files that ``folder/model.safetensors.index.json`` lists. Raises UserError for what is no such index, or one
-    that leads out of the folder."""
+    """The files that ``folder/model.safetensors.index.json`` lists. Raises UserError for what is not such an index, or
+    for one that leads out of the folder."""
     index = folder / INDEX_FILE
     places = read_json(index, "the index of safetensors files", dict, LISTING_BYTES).get("weight_map")
     if not isinstance(places, dict):

@@ -687,7 +687,6 @@ def test_half_written_and_new_harvests(mine: Path) -> None:
 # ---- the text box ----
 
 
-@pytest.mark.slow
 def test_the_strongest_in_a_text(harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all sites, each component once, at the place where it is strongest in the chosen order."""
     run, text = answered_here(harvested, monkeypatch), "if x: return y"
@@ -719,6 +718,7 @@ def test_the_strongest_in_a_text(harvested: Path, monkeypatch: pytest.MonkeyPatc
         assert values[-1] >= sorted((value for value, *_ in best.values()), reverse=True)[23]
 
 
+@pytest.mark.slow
 def test_a_text(harvested: Path) -> None:
     def wait(browser: TestClient, page: str, **params: str) -> str:
         for _ in range(600):

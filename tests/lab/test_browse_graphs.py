@@ -125,7 +125,7 @@ def test_an_intervention(shown: TestClient, mine: Path, run: Run) -> None:
     refused = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=component, how="scale", scale="lots")
     assert "should be a number" in refused
     unknown = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select="layers.7.up:1", how="off")
-    assert "is no site" in unknown
+    assert "unknown site" in unknown
     assert MARKUP not in wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=MARKUP, how=MARKUP)
 
 

@@ -324,7 +324,7 @@ def test_a_component_without_a_partner(
 ) -> None:
     """Its partner does not fire in the other harvest."""
     run, other = opened
-    monkeypatch.setattr(text_worker, "_harvest", lambda folder: without(int(other.partner[SITE][3]))(folder))
+    monkeypatch.setattr(text_worker, "_harvest", lambda folder, _: without(int(other.partner[SITE][3]))(folder))
     page = browser.get(f"{beside(runs)}/{SITE}/3").text
     n = run.sites[SITE].C
     assert f"It is matched with none. {n} components of {LLAMA} fire at this site, and {n - 1} of {TWIN}" in page

@@ -142,7 +142,7 @@ def test_a_toy(toy_run: Run) -> None:
 def test_wrong_requests(run: Run) -> None:
     rows = np.zeros((2, 4), np.int32)
     for message, arguments, options in (
-        ("is no site", ("layers.0.mlp.up", 0), {}),
+        ("unknown site", ("layers.0.mlp.up", 0), {}),
         ("no component 99", (SITE, 99), {}),
         ("given together", (SITE, 0), {"rows": rows}),
         ("positions go from 0 to 3", (SITE, 0), {"rows": rows, "positions": np.asarray([0, 4])}),

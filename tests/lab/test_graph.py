@@ -161,12 +161,13 @@ def test_files(whole: Graph, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 7}, "no graph of version 1"),
+        ({"version": 7}, "not a graph of version 1"),
         ({"nodes": {"kind": ["component"]}}, "is not a graph"),
         ({"nodes": 3}, "is not a graph"),
         ({"edges": {"source": [0], "target": [10**6], "weight": [1.0], "share": [1.0]}}, "an edge leads to no node"),
         ({"edges": {"source": [0], "target": [], "weight": [1.0], "share": [1.0]}}, "is not a graph"),
         ({"tokens": 4}, "is not a graph"),
+        ({"tokens": ["a"]}, "a node stands at no token"),
     ],
 )
 def test_damaged_files(whole: Graph, tmp_path: Path, change: dict[str, Any], message: str) -> None:

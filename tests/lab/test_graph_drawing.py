@@ -106,3 +106,12 @@ def test_layers_go_upwards_and_tokens_to_the_right() -> None:
     assert heights == sorted(heights)
     assert [position for _, _, position, _ in drawing.columns] == [0, 1, 2, 3]
     assert drawing.wide == (drawing.width > LONG)
+
+
+def test_tokens_are_shown_without_what_hides_or_reverses_text() -> None:
+    node = Node("output", "", 0, 0, 1.0, 0.0, 1.0, 0.5)
+    shares = Shares(1, 1, 0.5, 0.1, 0.0, 0.1, 0.0)
+    graph = Graph("p-1", 3, "x", ("a\u202eb\x1b" + "c" * 10_000,), (1,), 0.0, 1, 1, shares, (node,), (), {})
+    ((cut, whole, _, _),) = draw_graph(graph, [0], {0: Shown("n", "t", "#i")}, SITES, None, []).columns
+    assert not {"\u202e", "\x1b"} & {*cut, *whole}
+    assert len(whole) < 300

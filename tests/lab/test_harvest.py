@@ -275,7 +275,7 @@ def test_opened_run_has_it(made: tuple[Run, Harvest, Counted]) -> None:
         np.testing.assert_allclose(np.asarray(found).reshape(expected.shape), expected, rtol=1e-4, atol=1e-5)
     assert run.harvest.folder == read.folder
     assert run.harvest.plan.n_positions == read.plan.n_positions
-    with pytest.raises(UserError, match="is no site"):
+    with pytest.raises(UserError, match="unknown site"):
         read.component("nowhere", 0)
     with pytest.raises(UserError, match="and no component"):
         read.examples(next(iter(read.sites)), 10**6)

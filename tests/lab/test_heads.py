@@ -168,7 +168,7 @@ def test_all_pairs_give_the_scores(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 def test_wrong_questions(run: Run, toy: Path) -> None:
     tokens = [1, 2, 3]
     for ask, message in (
-        (lambda: run.heads("nowhere"), "is no site"),
+        (lambda: run.heads("nowhere"), "unknown site 'nowhere'"),
         (lambda: run.heads(UP), "is not cut into attention heads"),
         (lambda: run.heads(Q, 10), "and no component 10"),
         (lambda: run.attention(tokens, 2), "there is no layer 2"),

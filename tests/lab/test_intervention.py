@@ -139,7 +139,7 @@ def test_a_toy(toy: Path) -> None:
 @pytest.mark.parametrize(
     ("selection", "options", "message"),
     [
-        ("layers.1.mlp.up:3", {}, "is no site"),
+        ("layers.1.mlp.up:3", {}, "unknown site"),
         (f"{UP}:99", {}, "has components 0 to 19, and no component 99"),
         (f"{UP}:3@12", {}, "position 12: the inputs have 9 positions"),
         (f"{UP}", {}, "should be SITE:NUMBER"),

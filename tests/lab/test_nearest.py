@@ -74,7 +74,8 @@ def test_a_toy_has_them(toy: Path) -> None:
 def test_wrong_questions(run: Run) -> None:
     site = next(iter(run.sites))
     for arguments, message in (
-        (("nowhere", 0), "is no site"), ((site, 10**6), "and no component"), ((site, 0, "W"), "should be U, V or both"),
+        (("nowhere", 0), "unknown site 'nowhere'"),
+        ((site, 10**6), "and no component"), ((site, 0, "W"), "should be U, V or both"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             run.nearest(*arguments)

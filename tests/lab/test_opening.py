@@ -281,7 +281,10 @@ def test_an_older_run_asks_its_target(finished: Path, moved: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (lambda run: run.component("layers.0.mlp.upproj", 1), "is no site; did you mean 'layers.0.mlp.up_proj'"),
+        (
+            lambda run: run.component("layers.0.mlp.upproj", 1),
+            "unknown site 'layers.0.mlp.upproj'; did you mean 'layers.0.mlp.up_proj'",
+        ),
         (lambda run: run.component(UP, 20), "has components 0 to 19, and no component 20"),
         (lambda run: run.component(UP, -1), "has components 0 to 19, and no component -1"),
         (lambda run: run.causal_importances(TOKENS, sites="layers.7.*"), "'layers.7.*' matches no site"),

@@ -224,7 +224,7 @@ REFUSED = {
     "a pattern without a match": (
         "tms_attacks", "pd.decomposition_targets.0.module_pattern=model.linear3", "'model.linear3' matches no module"
     ),
-    "a tie of what is no site": ("tms_stochastic", "pd.tied_weights=[[linear1, W]]", "tied_weights.0: 'W' is no site"),
+    "a tie of no site": ("tms_stochastic", "pd.tied_weights=[[linear1, W]]", "tied_weights.0: unknown site 'W'"),
     "a tie of what is no transpose": (
         "llama_layerwise",
         "pd.tied_weights=[[layers.1.mlp.up_proj.pre_identity, layers.1.self_attn.q_proj]]",

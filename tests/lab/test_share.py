@@ -210,7 +210,7 @@ def test_graphs_that_are_not_of_this_run(run: Path, tmp_path: Path) -> None:
     )
     refused("no component 99", nodes=(type(nodes[2])("component", UP, 1, 99, 1.0, 1.0, 1.0),), edges=())
     refused(
-        "position 4, where it has no token", nodes=(type(nodes[2])("component", UP, 4, 3, 1.0, 1.0, 1.0),), edges=()
+        "position -1, where it has no token", nodes=(type(nodes[2])("component", UP, -1, 3, 1.0, 1.0, 1.0),), edges=()
     )
     refused("two nodes 1_3_1", nodes=(nodes[3], nodes[3]), edges=())
     refused("has no outputs", nodes=nodes[2:], edges=())
@@ -407,7 +407,7 @@ def test_the_gallery_has_what_is_labelled(run: Path, tmp_path: Path, monkeypatch
         (("components", "RUN", "--for", "circuit-tracer"), "shows the components of graphs alone; use pd share graph"),
         (("components", "RUN", "--harvest", "none"), "has no harvest 'none'"),
         (("site", "nowhere"), "is not a folder"),
-        (("site", "RUN", "--components", "layers.0.mlp.up:1"), "is no site"),
+        (("site", "RUN", "--components", "layers.0.mlp.up:1"), "unknown site 'layers.0.mlp.up'"),
         (("site", "RUN", "--components", f"{UP}:20"), "no component 20"),
         (("site", "RUN", "--components", UP), "should be SITE:NUMBERS"),
         (("site", "RUN", "--graphs", "nothing"), "no such graph; it has kept: hello-1a2b3c4d"),

@@ -154,7 +154,7 @@ def test_what_neuronpedia_cannot_open_is_refused(run: Path, tmp_path: Path) -> N
         Node("embedding", "", 0, 104, 0.0, 0.0, 0.5),
     )
     small_graph("hn", nodes, ((1, 0, 1.0), (2, 0, 1.0))).save(tmp_path / "inputs.json")
-    with pytest.raises(UserError, match="neither components nor rests"):
+    with pytest.raises(UserError, match="neither components nor residual errors"):
         share_graphs(run, [str(tmp_path / "inputs.json")], tmp_path / "out", reader=Neuronpedia("tiny"))
     share_graphs(run, [str(tmp_path / "inputs.json")], tmp_path / "out")
     assert not has_layer_in_neuronpedia(read(tmp_path / "out" / "inputs.json"))

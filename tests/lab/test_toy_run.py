@@ -88,7 +88,7 @@ def test_evaluation_has_features_of_its_own(toy: Path) -> None:
     [
         (["target=null"], "target.run_path: 'wandb:param-decomp/tms_5-2-id' is neither a folder or a checkpoint"),
         (["experiment=resid_mlp"], "architecture is tms, but the experiment is resid_mlp"),
-        (["pd.tied_weights=[[linear1, linear3]]"], "pd.tied_weights.0: 'linear3' is no site; the sites are linear1"),
+        (["pd.tied_weights=[[linear1, linear3]]"], "pd.tied_weights.0: unknown site 'linear3'; the sites are linear1"),
         (["pd.tied_weights=[[linear1, hidden_layers.0]]"], "linear1 is 5 x 2 with C 20 and hidden_layers.0 2 x 2"),
         (["pd.tied_weights=[[linear1, linear2], [linear2, linear1]]"], "linear2 is in pd.tied_weights.0 already"),
         (["eval.metrics.4.identity_ci.0.n_features=6"], "is 6, but the target has 5 features"),

@@ -47,7 +47,7 @@ def shown(value: Any) -> str:
 class Section:
     """A mapping of the file, of which keys are taken one by one.
 
-    ``kind``: under which it stands in the tables. A value that is no mapping is a mistake, and is read as an empty one.
+    ``kind``: under which it stands in the tables. A value that is not a mapping is a mistake, and read as an empty one.
     """
 
     def __init__(self, raw: Any, path: str, kind: str, findings: Findings) -> None:

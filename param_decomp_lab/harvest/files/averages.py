@@ -44,7 +44,7 @@ class AverageOptions:
 
     @property
     def name(self) -> str:
-        """Of the folder."""
+        """The name of the folder."""
         text = json.dumps(asdict(self), sort_keys=True)
         return f"rows-{self.rows}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 

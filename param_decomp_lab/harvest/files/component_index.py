@@ -26,7 +26,7 @@ class ComponentIndex:
     def site(self, name: str) -> PlannedSite:
         """Raises UserError if the harvest has no such site."""
         if name not in self.site_number:
-            raise UserError(f"'{name}' is no site of {self._folder}; {nearest(name, self.site_number)}")
+            raise UserError(f"unknown site '{name}' in {self._folder}; {nearest(name, self.site_number)}")
         return self._sites[self.site_number[name]]
 
     def number_of(self, site: str, component: int) -> int:

@@ -26,8 +26,8 @@ def changing(file: Path, tables: str, what: str) -> Iterator[sqlite3.Connection]
 
 
 def read_rows(file: Path, table: str, query: str, *values: str | int) -> list[Any]:
-    """What a query finds; nothing where the file or ``table`` is not there yet. UserError for a file that is no such
-    database."""
+    """What a query finds; nothing where the file or ``table`` is not there yet. UserError for a file that is not
+    such a database."""
     if not file.is_file():
         return []
     try:

@@ -64,15 +64,15 @@ class Options:
 
     @property
     def name(self) -> str:
-        """Of the folder."""
+        """The name of the folder."""
         text = json.dumps(asdict(self), sort_keys=True)
         return f"alpha-{self.alpha:g}-{hashlib.sha256(text.encode()).hexdigest()[:8]}".replace("+", "")
 
 
 @dataclass(frozen=True)
 class SeedResult:
-    """Of one seed: how many groups, their cost in bits a position, and how far the chosen seed's groups agree with its:
-    by the adjusted Rand index, and the share of the pairs kept together that it keeps together."""
+    """The result of one seed: how many groups, their cost in bits a position, and how far the chosen seed's groups
+    agree with its: by the adjusted Rand index, and the share of the pairs kept together that it keeps together."""
 
     groups: int
     cost: float
@@ -263,7 +263,7 @@ class Groups:
 def roots(
     first: Int32[np.ndarray, " merges"], second: Int32[np.ndarray, " merges"], n: int, done: int
 ) -> Int32[np.ndarray, " n_plus_merges"]:
-    """Of each node the one that it is part of after the first ``done`` merges."""
+    """The node that each node is part of after the first ``done`` merges."""
     root = np.arange(n + len(first), dtype=np.int32)
     for m, a, b in zip(range(done - 1, -1, -1), first[:done][::-1].tolist(), second[:done][::-1].tolist(), strict=True):
         root[a] = root[b] = root[n + m]

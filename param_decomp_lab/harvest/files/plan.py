@@ -20,7 +20,7 @@ LARGEST = 1 << 40
 MOST_INPUTS = 1 << 24
 NAMES = ("run", "name")
 NAME = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
-"""Of runs and sites: they are parts of addresses."""
+"""What names of runs and sites look like: they are parts of addresses."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Of the harvest's folder."""
+        """The name of the harvest's folder."""
         text = json.dumps(asdict(self), sort_keys=True)
         return f"step-{self.step}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
@@ -93,7 +93,7 @@ class Plan:
             for field in fields(about):
                 value = getattr(about, field.name)
                 if field.name in NAMES and not NAME.fullmatch(value):
-                    raise ValueError(f"{field.name}: {printable(repr(value), 80)} is no name")
+                    raise ValueError(f"{field.name}: {printable(repr(value), 80)} is not a name")
                 if field.type is int and not (type(value) is int and 0 <= value <= LARGEST):
                     raise ValueError(f"{field.name}: {printable(repr(value), 80)}")
         if len({site.name for site in sites}) < len(sites) or not sites:

@@ -100,7 +100,7 @@ class NumberList:
     def __init__(self, file: Path) -> None:
         try:
             mapped = np.load(regular_file(file, "a list of numbers"), mmap_mode="r", allow_pickle=False)
-        except (TokenError, SyntaxError, RecursionError) as error:  # of a header that is no Python
+        except (TokenError, SyntaxError, RecursionError) as error:  # of a header that is not Python
             raise ValueError(f"not an array: {error}") from error
         if mapped.ndim != 1 or mapped.dtype.kind != "i":
             raise ValueError("not a list of whole numbers")

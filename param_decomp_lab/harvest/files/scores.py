@@ -26,10 +26,10 @@ _COLUMNS = "kind, judge, draws, label, score, standard_error, asked, unanswered"
 
 
 class Score(NamedTuple):
-    """Of one component. ``draws``: what the texts were drawn from, and how. ``label``: the one that was judged; empty
-    for ``intruder``, which needs none. ``score``, ``standard_error``: None where the harvest has too few texts, or
-    nothing usable was answered. ``asked``: texts or groups of texts that were judged; ``unanswered``: of these, those
-    without a usable answer."""
+    """A score of one component. ``draws``: what the texts were drawn from, and how. ``label``: the one that was judged;
+    empty for ``intruder``, which needs none. ``score``, ``standard_error``: None where the harvest has too few texts,
+    or nothing usable was answered. ``asked``: texts or groups of texts that were judged; ``unanswered``: of these,
+    those without a usable answer."""
 
     kind: Kind
     judge: str

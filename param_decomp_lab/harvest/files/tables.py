@@ -76,7 +76,7 @@ WEIGHTS = pa.schema(
         ("suppressed_logits", pa.list_(pa.float32())),
     ]
 )
-"""Of V and U the largest entries, as cosines to the neurons; the tokens whose logits U raises and lowers most."""
+"""The largest entries of V and U, as cosines to the neurons; the tokens whose logits U raises and lowers most."""
 
 SCHEMAS: dict[Table, pa.Schema] = {
     "components": COMPONENTS, "examples": EXAMPLES, "tokens": TOKENS, "weights": WEIGHTS

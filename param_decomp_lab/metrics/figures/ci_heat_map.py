@@ -89,7 +89,7 @@ def ci_heat_map(
 
 
 def _size(lines: int, columns: int, named: bool, many: bool) -> HeatMap:
-    """Of the map of a site: a line for every token that is named, else as high and wide as others, or half."""
+    """The size of a site's map: a line for every token that is named, else as high and wide as others, or half."""
     widest, highest = (MAX_WIDTH // 2, MAX_HEIGHT // 2) if many else (MAX_WIDTH, MAX_HEIGHT)
     columns_per_cell, rows_per_cell = ceil(columns / widest), 1 if named else ceil(lines / highest)
     cells_x, cells_y = ceil(columns / columns_per_cell), ceil(lines / rows_per_cell)

@@ -19,9 +19,9 @@ from param_decomp_lab.metrics.figures.style import INK, QUIET, style_axes
 
 DPI = 110
 MAX_WIDTH, MAX_HEIGHT = 520, 310
-"""Of one map, in pixels."""
+"""The largest size of one map, in pixels."""
 MIN_HEIGHT = 120
-"""Of a row of stacks, and where it can be of a map with many more columns than rows."""
+"""The least height of a row of stacks, and of a map with many more columns than rows where that can be."""
 MAX_CELL = 36
 """Side of a cell in pixels, where the matrix is small."""
 MIN_CELL_HEIGHT = 3
@@ -154,7 +154,7 @@ def label_columns(axes: Axes, order: Integer[np.ndarray, "columns"], size: HeatM
 
 
 def strongest(values: Float[np.ndarray, "rows columns"], per_cell: int) -> Float[np.ndarray, "cells columns"]:
-    """Of each ``per_cell`` consecutive rows, in every column the entry of greatest magnitude."""
+    """The entry of greatest magnitude in every column, for each ``per_cell`` consecutive rows."""
     if per_cell == 1:
         return values
     rows, columns = values.shape

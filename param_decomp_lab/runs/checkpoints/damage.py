@@ -85,9 +85,9 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
             raise ValueError("its digest does not match")
         about = {"configuration": found["configuration"], "fingerprints": {}, "inputs": {}, **found}
         if not (isinstance(about["configuration"], str) and _is_table(about["inputs"])):
-            raise ValueError("its configuration or its inputs are no text")
+            raise ValueError("its configuration or its inputs are not text")
         if not isinstance(about["fingerprints"], dict) or not all(map(_is_table, about["fingerprints"].values())):
-            raise ValueError("its fingerprints are no table of texts")
+            raise ValueError("its fingerprints are not a table of texts")
         return about
     except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{checkpoint}: {DESCRIPTION} cannot be read ({error!r})") from error
@@ -123,7 +123,7 @@ def _is_table(value: object) -> bool:
 
 def _shape(value: Any) -> tuple[int, ...]:
     if not all(type(size) is int and size >= 0 for size in value):
-        raise ValueError(f"{value!r} is no shape")
+        raise ValueError(f"{value!r} is not a shape")
     return tuple(value)
 
 
