@@ -33,8 +33,8 @@ LONG = 640
 
 @dataclass(frozen=True)
 class Shown:
-    """What is drawn of a node besides its place: the name beside it ("" for none), the text under the pointer, and
-    where a click leads."""
+    """How a node is drawn, wherever it stands: the name beside it ("" for none), the text under the pointer, and where
+    a click leads."""
 
     name: str
     title: str

@@ -180,7 +180,7 @@ class GraphPages:
         return entries
 
     def _node(self, opened: Opened, graph: Graph, node: Node, explain: bool, examples: bool) -> dict[str, Any]:
-        """``explain``: whether it is said what the node is; ``examples``: whether with examples."""
+        """``explain``: whether the entry says what the node is; ``examples``: whether it has examples."""
         return {
             "node": node, "name": short_name(opened, graph, node), "where": where(graph, node), "explain": explain,
             "page": page_of(opened, node) if explain else "",

@@ -19,7 +19,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Example
 from param_decomp_lab.matching.pairs import ASSIGNED
 from param_decomp_lab.matching.result import HALF, NEAR, MatchedSite
-from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.safe_io.printable import few_names, printable
 
 KEPT = 4
 """Pairs of harvests whose sites are kept: all of a large run have some 30 MB."""
@@ -213,7 +213,7 @@ class MatchedPages:
         if not self._catalog.may_be_alike(opened, other):
             return f"{opened.run} and {other.run} decompose different targets: their components cannot be compared."
         if not opened.harvest.sites.keys() & other.harvest.sites.keys():
-            one, two = (_few(list(of.harvest.sites)) for of in (opened, other))
+            one, two = (few_names(list(of.harvest.sites)) for of in (opened, other))
             return f"No site is in both harvests: {opened.run} has {one}, {other.run} has {two}."
         return ""
 
@@ -304,10 +304,6 @@ def _why_unmatched(opened: Opened, other: Opened, found: MatchedSite, number: in
         f"{found.firing[0]:,} components of {opened.run} fire at this site, and {found.firing[1]:,} of {other.run}: "
         "those that would add least to the sum of the similarities have no partner."
     )
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _similarity(given: Mapping[str, str], name: str) -> float | None:

@@ -65,7 +65,7 @@ def agreements(
     records: Sequence[Record], groups: Sequence[Sequence[int]], progress: Progress = lambda what: None
 ) -> list[Agreement]:
     """The agreement of all pairs of finished runs that differ by their seeds alone; if there are none, of all pairs of
-    finished runs. What keeps a run from being read is said of its pairs."""
+    finished runs. The pairs of a run that cannot be read say why."""
     done = [[number for number in group if records[number].finished] for group in groups]
     pairs = [pair for group in done for pair in combinations(group, 2)]
     if not pairs:

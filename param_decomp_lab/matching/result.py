@@ -1,4 +1,4 @@
-"""What is found of two runs whose components are matched, by site and for all of them."""
+"""Two runs whose components are matched: results by site, and for all sites."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

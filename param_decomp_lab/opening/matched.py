@@ -15,6 +15,7 @@ from param_decomp_lab.matching.result import MatchedRuns, MatchedSite
 from param_decomp_lab.runs.checkpoints.damage import Damaged
 from param_decomp_lab.runs.checkpoints.store import Checkpoints
 from param_decomp_lab.runs.opened import OpenedRun
+from param_decomp_lab.safe_io.printable import few_names
 
 
 def match_runs(
@@ -28,8 +29,8 @@ def match_runs(
     chosen = [name for name in chosen_sites(run.sites, sites) if name in harvest.sites]
     common = [name for name in chosen if name in other_harvest.sites]
     if not common:
-        theirs = _few(list(other_harvest.sites))
-        raise UserError(f"no site is in both harvests: {run.id} has {_few(chosen)}, {other.id} has {theirs}")
+        theirs = few_names(list(other_harvest.sites))
+        raise UserError(f"no site is in both harvests: {run.id} has {few_names(chosen)}, {other.id} has {theirs}")
     alike = same_rows(harvest, other_harvest)
     found = {name: match_site(run, harvest, other, other_harvest, name, alike) for name in common}
     missing = (
@@ -57,8 +58,8 @@ def match_site(
 
 @dataclass(frozen=True)
 class DecomposedTarget:
-    """What is known of the target of the run ``run``. ``weights``: their fingerprint as the checkpoint has it; empty
-    where it has none, as of imported runs. ``dtype``: in which they were read."""
+    """The target of the run ``run``, as far as it is known. ``weights``: their fingerprint as the checkpoint has it;
+    empty where it has none, as of imported runs. ``dtype``: in which they were read."""
 
     run: str
     architecture: Architecture
@@ -77,7 +78,7 @@ class DecomposedTarget:
 
 
 def decomposed_target(run: OpenedRun) -> DecomposedTarget:
-    """What is known of a run's target."""
+    """The target of a run, as far as it is known."""
     try:
         weights = Checkpoints(run.folder).inputs(run.step).get("target", "")
     except Damaged:
@@ -99,7 +100,3 @@ def _firing(run: OpenedRun, harvest: Harvest, site: str) -> tuple[np.ndarray, Fi
     if len(firings) != V.shape[1]:
         raise UserError(f"{harvest.folder} has {len(firings):,} components at {site}, and the run {V.shape[1]:,}")
     return numbers, Fired(V[:, numbers], U[numbers])
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

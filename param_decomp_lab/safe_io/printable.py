@@ -1,7 +1,7 @@
 """Makes text from outside fit to be shown: no control characters, of limited length."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MESSAGE_CHARACTERS = 10_000
 """Longest error message."""
@@ -36,3 +36,8 @@ def first_few(entries: Iterable[str], limit: int = SHOWN) -> list[str]:
     every = list(entries)
     few = [printable(entry, 1000) for entry in every[:limit]]
     return [*few, f"… and {len(every) - limit:,} more"] if len(every) > limit else few
+
+
+def few_names(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are, in words."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
