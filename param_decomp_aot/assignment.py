@@ -38,7 +38,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class InstructionSchedule:
     """``sequence``: the program's instructions in the order in which they run, loop bodies once. ``alive``: from which
     to which number of the sequence a value lives, both included, by its name and index."""
 
@@ -83,12 +83,12 @@ def allocations(assignment: str) -> list[Allocation]:
     return found
 
 
-def schedule(live_ranges: str) -> Schedule:
+def schedule(live_ranges: str) -> InstructionSchedule:
     """The order of instructions and the lives of values."""
     alive = {(name, index): (int(first), int(last)) for name, index, first, last in _ALIVE.findall(live_ranges)}
     numbered = {int(number): name for number, name in _NUMBERED.findall(live_ranges)}
     length = 1 + max([*numbered, *(last for _, last in alive.values())], default=-1)
-    return Schedule(tuple(numbered.get(i, "") for i in range(length)), alive)
+    return InstructionSchedule(tuple(numbered.get(i, "") for i in range(length)), alive)
 
 
 def _role(description: str) -> Role | None:

@@ -7,7 +7,7 @@ by ``-buffer-assignment.txt``, ``-live-range.txt`` (for both see `assignment.py`
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from param_decomp_aot.assignment import Region, Role, Schedule, Value, allocations, schedule
+from param_decomp_aot.assignment import InstructionSchedule, Region, Role, Value, allocations, schedule
 from param_decomp_aot.instructions import Instructions
 
 GIB = 2**30
@@ -30,7 +30,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Span:
+class BufferSpan:
     """A temporary buffer from instruction ``first`` to ``last`` of the schedule, both included."""
 
     first: int
@@ -39,7 +39,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class BufferTimeline:
     """The memory of a program over time.
 
     ``fixed``: arguments, results and constants, which are there from beginning to end. ``spans``: the temporaries, each
@@ -48,7 +48,7 @@ class Ledger:
     """
 
     fixed: tuple[Buffer, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[BufferSpan, ...]
     temp: int
     schedule: tuple[str, ...]
 
@@ -80,14 +80,14 @@ class Peak:
         return sum(b.n_bytes for b in self.buffers if b.scope) / max(1, sum(b.n_bytes for b in self.buffers))
 
 
-def ledger(assignment: str, live_ranges: str, program: str) -> Ledger:
+def ledger(assignment: str, live_ranges: str, program: str) -> BufferTimeline:
     """Everything that the three texts say together.
 
     Raises ValueError where they are not of XLA's form, or not of one program.
     """
     instructions, times = Instructions(program), schedule(live_ranges)
     fixed: list[Buffer] = []
-    spans: list[Span] = []
+    spans: list[BufferSpan] = []
     temp = 0
     for allocation in allocations(assignment):
         if allocation.role == "temp":
@@ -97,10 +97,10 @@ def ledger(assignment: str, live_ranges: str, program: str) -> Ledger:
             own = sorted(allocation.values, key=lambda v: not instructions.is_argument(v.name))
             fixed.append(_buffer(allocation.role, allocation.size, own, instructions))
     scopes = tuple(instructions.origin(name)[0] for name in times.sequence)
-    return Ledger(tuple(fixed), tuple(spans), temp, scopes)
+    return BufferTimeline(tuple(fixed), tuple(spans), temp, scopes)
 
 
-def busiest(spans: Sequence[Span]) -> int:
+def busiest(spans: Sequence[BufferSpan]) -> int:
     """The first moment at which most bytes are taken."""
     events = [(s.first, s.buffer.n_bytes) for s in spans] + [(s.last + 1, -s.buffer.n_bytes) for s in spans]
     taken, most, moment = 0, -1, 0
@@ -111,7 +111,7 @@ def busiest(spans: Sequence[Span]) -> int:
     return moment
 
 
-def find_peak(ledger: Ledger) -> Peak:
+def find_peak(ledger: BufferTimeline) -> Peak:
     """The buffers at the moment at which the temporary ones take most, counted here: XLA's own list of the moment, in
     its live ranges, leaves out what an all-gather has under way and what loops carry."""
     moment = busiest(ledger.spans)
@@ -150,7 +150,7 @@ def _line(group: list[Buffer]) -> str:
 _Lifetime = tuple[Value, int, int]
 
 
-def _spans(values: Sequence[Value], times: Schedule, instructions: Instructions) -> Iterator[Span]:
+def _spans(values: Sequence[Value], times: InstructionSchedule, instructions: Instructions) -> Iterator[BufferSpan]:
     """What lies in each place, one after the other. Values that share a place (a loop's carry, an update of it) count
     once; a new span begins where something is computed into the place."""
     regions: dict[Region, list[_Lifetime]] = {}
@@ -163,7 +163,7 @@ def _spans(values: Sequence[Value], times: Schedule, instructions: Instructions)
             for start, end in zip(starts, [*(s - 1 for s in starts[1:]), last], strict=True):
                 # What computes a value says more than a loop that carries it; of such the latest until now is nearest.
                 nearest = sorted(lived, key=lambda s: (s[0].phi, s[1] > start, abs(start - s[1])))
-                yield Span(start, end, _buffer("temp", n_bytes, [v for v, _, _ in nearest], instructions))
+                yield BufferSpan(start, end, _buffer("temp", n_bytes, [v for v, _, _ in nearest], instructions))
 
 
 def _merge_intervals(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:

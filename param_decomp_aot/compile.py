@@ -21,7 +21,7 @@ Program = Callable[[Any], tuple[Any, tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
-class Memory:
+class ProgramMemory:
     """XLA's plan for one device, in bytes. What a kernel takes as workspace at run time (cuDNN's) is not in it.
 
     ``host``: of everything that lies in the host's memory (offloaded), not counted in the others.
@@ -45,7 +45,7 @@ class Compiled:
     ``memory``, but on the device they are. ``lower_s``: seconds of tracing and lowering, ``compile_s`` of XLA.
     ``program``: a `jax.stages.Compiled`."""
 
-    memory: Memory
+    memory: ProgramMemory
     unused: int
     lower_s: float
     compile_s: float
@@ -137,11 +137,11 @@ def estimate(
     return Estimate(real, unlimited, card_memory(target_config))
 
 
-def memory_plan(compiled: Any) -> Memory:
+def memory_plan(compiled: Any) -> ProgramMemory:
     """XLA's memory analysis of a `jax.stages.Compiled`, per device."""
     m = compiled.memory_analysis()
     host = m.host_temp_size_in_bytes + m.host_argument_size_in_bytes + m.host_output_size_in_bytes
-    return Memory(
+    return ProgramMemory(
         temp=m.temp_size_in_bytes,
         arguments=m.argument_size_in_bytes,
         output=m.output_size_in_bytes,

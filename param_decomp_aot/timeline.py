@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Int
 
-from param_decomp_aot.buffers import Buffer, Ledger, Span
+from param_decomp_aot.buffers import Buffer, BufferSpan, BufferTimeline
 from param_decomp_aot.scopes import stage
 
 REST = "everything else"
@@ -29,7 +29,7 @@ class Timeline:
     live: Int[np.ndarray, " n"]
     base: int
     temp: int
-    spans: tuple[Span, ...]
+    spans: tuple[BufferSpan, ...]
     schedule: tuple[str, ...]
 
     @property
@@ -39,15 +39,15 @@ class Timeline:
 
     @property
     def planned(self) -> int:
-        """Bytes that XLA sets aside, see `Ledger.planned`."""
+        """Bytes that XLA sets aside, see `BufferTimeline.planned`."""
         return self.base + self.temp
 
-    def at(self, moment: int) -> tuple[Span, ...]:
+    def at(self, moment: int) -> tuple[BufferSpan, ...]:
         """The temporary buffers at an instruction, largest first."""
         return tuple(s for s in self.spans if s.first <= moment <= s.last)
 
 
-def timeline(ledger: Ledger) -> Timeline:
+def timeline(ledger: BufferTimeline) -> Timeline:
     """From what `buffers.py:ledger` reads in the texts of a dump."""
     n = max([len(ledger.schedule), *(s.last + 1 for s in ledger.spans)])
     spans = tuple(sorted(ledger.spans, key=lambda s: (-s.buffer.n_bytes, s.first)))
@@ -63,7 +63,7 @@ def bands(
     The ``n_bands`` groups that hold most at some moment where nearly the most is alive, or most at all, largest at the
     peak first; the last band is `REST`.
     """
-    groups: dict[str, list[Span]] = {}
+    groups: dict[str, list[BufferSpan]] = {}
     for span in timeline.spans:
         groups.setdefault(group(span.buffer) or REST, []).append(span)
     curves = {name: _live(tuple(spans), timeline.live.size) for name, spans in groups.items() if name != REST}
@@ -113,7 +113,7 @@ def _joined(stretches: Sequence[tuple[int, int, str]]) -> tuple[tuple[int, int, 
     return tuple(found)
 
 
-def arguments_by_group(ledger: Ledger) -> Mapping[str, int]:
+def arguments_by_group(ledger: BufferTimeline) -> Mapping[str, int]:
     """Bytes on the device of what is there from beginning to end: arguments by the first part of their names, results
     that have no argument's place, constants. Largest first."""
     sums: Counter[str] = Counter()
@@ -123,7 +123,7 @@ def arguments_by_group(ledger: Ledger) -> Mapping[str, int]:
     return dict(sums.most_common())
 
 
-def _live(spans: tuple[Span, ...], n: int) -> Int[np.ndarray, " n"]:
+def _live(spans: tuple[BufferSpan, ...], n: int) -> Int[np.ndarray, " n"]:
     change = np.zeros(n + 1, np.int64)
     for attribute, sign, after in (("first", 1, 0), ("last", -1, 1)):
         times = [getattr(s, attribute) + after for s in spans]

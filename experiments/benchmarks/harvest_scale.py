@@ -26,7 +26,7 @@ import numpy as np
 from param_decomp_lab.harvest.counting import BlockCounter, SiteBlock
 from param_decomp_lab.harvest.device import SiteSums
 from param_decomp_lab.harvest.examples import AROUND
-from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
+from param_decomp_lab.harvest.files.plan import HarvestPlan, PlannedSite
 from param_decomp_lab.harvest.firings import ListedFirings
 from param_decomp_lab.harvest.inputs import Inputs
 from param_decomp_lab.harvest.keys import keys as hashes
@@ -84,7 +84,7 @@ class MadeRows:
         share = 1 / np.arange(1, VOCABULARY + 1)
         self._ends = np.cumsum(share / share.sum())
 
-    def block(self, plan: Plan, number: int) -> np.ndarray:
+    def block(self, plan: HarvestPlan, number: int) -> np.ndarray:
         drawn = np.random.default_rng([3, number]).random((plan.block_rows, plan.length))
         return np.minimum(np.searchsorted(self._ends, drawn), VOCABULARY - 1).astype(np.int32)
 
@@ -111,7 +111,7 @@ def make(out: Path, n_sites: int, C: int, positions: int, mean_l0: float, exampl
     names = [f"layers.{number // 3}.mlp.{KINDS[number % 3]}" for number in range(n_sites)]
     rows = -(-positions // LENGTH)
     n_blocks = -(-rows // BLOCK_ROWS)
-    plan = Plan(
+    plan = HarvestPlan(
         run="p-00000000", step=0, data="made up", available=rows, rows=rows, length=LENGTH, inputs="tokens",
         n_inputs=VOCABULARY, sites=tuple(PlannedSite(name, n, C, WIDTH, WIDTH) for n, name in enumerate(names)),
         threshold=0.0, seed=0, block_rows=BLOCK_ROWS, examples=examples, around=AROUND,

@@ -46,7 +46,7 @@ from param_decomp_jax.targets.base import Weights
 from param_decomp_lab import load_run
 from param_decomp_lab.baselines.command import other_batches
 from param_decomp_lab.baselines.matching import mixed, shares
-from param_decomp_lab.baselines.measure import LAMBDA, OWN, STEP_SIZE, Measurement, Point
+from param_decomp_lab.baselines.measure import LAMBDA, OWN, STEP_SIZE, BaselinePoint, Measurement
 from param_decomp_lab.baselines.parts import BASELINES, Baseline
 from param_decomp_lab.compilation import jitted
 from param_decomp_lab.errors import UserError
@@ -160,7 +160,7 @@ class Row:
 
     parts: str
     chosen: str
-    point: Point
+    point: BaselinePoint
 
 
 class Floor:
@@ -206,7 +206,7 @@ class Floor:
         with jax.set_mesh(self._run.mesh):
             return largest(jitted(by_gradient)(self._problem, parts, self._run.weights, self._batch, k), k)
 
-    def _optimised(self, parts: Components, start: Masks, n: int) -> Point:
+    def _optimised(self, parts: Components, start: Masks, n: int) -> BaselinePoint:
         """With ``n`` importances above 0, over all sites and positions."""
         masks, wanted = start, jnp.asarray(float(n))
         for n_steps, penalised in zip(self._steps, (True, False), strict=True):

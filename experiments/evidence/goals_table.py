@@ -43,7 +43,7 @@ from experiments.benchmarks.mlp_decompositions import (
     step_of,
 )
 from param_decomp_aot.buffers import live_at_peak, table
-from param_decomp_aot.compile import Estimate, Memory, estimate
+from param_decomp_aot.compile import Estimate, ProgramMemory, estimate
 from param_decomp_aot.topology import target_configs
 from param_decomp_jax.sharding.memory import PLAIN
 from param_decomp_jax.sharding.mesh import MeshShape
@@ -125,7 +125,7 @@ def measure(row: Row, gpu: str, n_buffers: int) -> tuple[dict[str, Any], str]:
 def memory_numbers(found: Estimate) -> dict[str, Any]:
     """Per device."""
 
-    def gib(memory: Memory) -> dict[str, float]:
+    def gib(memory: ProgramMemory) -> dict[str, float]:
         return {f"{name}_gib": value / GIB for name, value in dataclasses.asdict(memory).items()}
 
     return {

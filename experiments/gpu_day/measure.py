@@ -28,7 +28,7 @@ from param_decomp_aot.compile import memory_plan
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import CannotTell, UserError
 from param_decomp_lab.probe.answer import compile_parts
-from param_decomp_lab.probe.cards import Pool, find_card
+from param_decomp_lab.probe.cards import MemoryPool, find_card
 from param_decomp_lab.probe.compiler import installed
 from param_decomp_lab.probe.measure import Where
 from param_decomp_lab.probe.outline import known_target, outline_on
@@ -241,7 +241,7 @@ def plan(item: Step, card_name: str | None) -> dict[str, Any]:
         return found
     try:
         card = find_card(card_name)
-        where, pool = Where(card.description, 1, None), Pool.from_card(card)
+        where, pool = Where(card.description, 1, None), MemoryPool.from_card(card)
         answer = compile_parts(subject, card, where, pool, lambda _: None, quick=True)
     except (UserError, CannotTell) as error:
         return {**found, "failed": str(error)}

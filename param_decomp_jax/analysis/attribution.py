@@ -1,8 +1,8 @@
 """Attributions (section 13): which components, at which positions, an activation or an output directly comes from.
 
-The network is cut at every site: what a site gives is held, and what later sites read is a function of it. One backward
-pass of this cut network is one target's incoming edges; passes of many targets run side by side under `jax.vmap`,
-which computes the forward once for all of them.
+The network is cut at every site: what a site gives is held constant, and what later sites read is a function of it.
+One backward pass of this cut network is one target's incoming edges; passes of many targets run side by side under
+`jax.vmap`, which computes the forward once for all of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from param_decomp_jax.decomposition.components import Components, look_up, row_or_product, with_views
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites, Stack
 from param_decomp_jax.method.step import Problem
-from param_decomp_jax.nn.grouped import Groups, group, grouped_matmul
+from param_decomp_jax.nn.grouped import ExpertGroups, group, grouped_matmul
 from param_decomp_jax.nn.numerics import matmul
 from param_decomp_jax.sharding.memory import PLAIN
 from param_decomp_jax.sharding.mesh import Axes, constrain, gather
@@ -38,7 +38,7 @@ READINGS = "readings"
 """Record name of what a layer's sites read along a direction."""
 
 
-class Reading(NamedTuple):
+class ReadDirections(NamedTuple):
     """What sites read along a direction, as the target of a backward pass. By stack, and in a layer by kind.
 
     ``weight``: of every row that is read, a position or an experts' slot: 1 at one row of one layer, or at all of it;
@@ -51,10 +51,10 @@ class Reading(NamedTuple):
 
 @dataclass
 class CutLayer:
-    """One layer of the cut network: its sites give what is held (E1), whatever they read."""
+    """One layer of the cut network: its sites give ``outputs`` (E1), whatever they read."""
 
-    held: dict[str, Array]
-    reading: Reading | None
+    outputs: dict[str, Array]
+    reading: ReadDirections | None
     frozen: Axes
     chosen: Int[Array, "B *n k"] | None
     records: dict[str, Array] = field(default_factory=dict)
@@ -68,7 +68,11 @@ class CutLayer:
     def look_up(
         self, kind: str, rows: Int[Array, "B *n"], table: Float[Array, "n d"], dtype: Any
     ) -> Float[Array, "B *n d"]:
-        return self.held[kind].astype(dtype) if kind in self.held else look_up(table, rows, self.frozen).astype(dtype)
+        return (
+            self.outputs[kind].astype(dtype)
+            if kind in self.outputs
+            else look_up(table, rows, self.frozen).astype(dtype)
+        )
 
     def __call__(
         self, kind: str, x: Float[Array, "B *n d_in"], W: Float[Array, "d_in d_out"]
@@ -77,14 +81,14 @@ class CutLayer:
         return self._cut(kind, x, lambda: constrain(matmul(x, gather(W, self.frozen, x.dtype)), "batch"))
 
     def grouped(
-        self, kind: str, x: Float[Array, "B *n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+        self, kind: str, x: Float[Array, "B *n s d_in"], W: Float[Array, "experts d_in d_out"], groups: ExpertGroups
     ) -> Float[Array, "B *n k d_out"]:
         return self._cut(kind, x, lambda: grouped_matmul(x, gather(W, self.frozen.under(), x.dtype), groups))
 
     def _cut(self, kind: str, x: Float[Array, "..."], apply: Callable[[], Array]) -> Float[Array, "..."]:
-        if kind not in self.held:
+        if kind not in self.outputs:
             return apply()
-        y = self.held[kind]
+        y = self.outputs[kind]
         if self.reading is not None:
             weight = self.reading.weight[kind]
             of_rows = x.reshape(-1, x.shape[-1]) @ self.reading.direction[kind]
@@ -96,28 +100,28 @@ class CutLayer:
 
 @dataclass(frozen=True)
 class CutLinears(WholeForward):
-    """The cut network (E1). ``held``: what the sites give, by stack. ``chosen``: of the stacks of experts, by stack.
+    """The cut network (E1). ``outputs``: what the sites give, by stack. ``chosen``: of the stacks of experts, by stack.
 
     With a ``reading`` every layer records what is read along it.
     """
 
-    held: Mapping[str, Float[Array, "_layers *_n _d_out"]]
+    outputs: Mapping[str, Float[Array, "_layers *_n _d_out"]]
     chosen: Mapping[str, Int[Array, "_layers *_n _k"]]
-    reading: Reading | None = None
+    reading: ReadDirections | None = None
 
     def slices(self, first: int, stop: int) -> Any:
         stacks = self.stacks_at(first)
         chosen = [self.chosen[stack.name] for stack in stacks if stack.experts is not None]
         weight = {} if self.reading is None else {s.kind: self.reading.weight[s.name] for s in stacks}
-        return {stack.kind: self.held[stack.name] for stack in stacks}, chosen[0] if chosen else None, weight
+        return {stack.kind: self.outputs[stack.name] for stack in stacks}, chosen[0] if chosen else None, weight
 
     def layer(self, first: int, stop: int, slice_: Any) -> CutLayer:
-        held, chosen, weight = slice_
+        outputs, chosen, weight = slice_
         reading = None
-        if self.reading is not None and held:
+        if self.reading is not None and outputs:
             direction = {stack.kind: self.reading.direction[stack.name] for stack in self.stacks_at(first)}
-            reading = Reading(direction, weight)
-        return CutLayer(held, reading, frozen_axes(PLAIN), chosen)
+            reading = ReadDirections(direction, weight)
+        return CutLayer(outputs, reading, frozen_axes(PLAIN), chosen)
 
 
 class Targets(NamedTuple):
@@ -149,14 +153,14 @@ class Firing(NamedTuple):
 class Cut(eqx.Module):
     """One row of inputs taken apart at every site (E1, E5), in fp32 or wider. By stack:
 
-    ``held``: outputs of the sites. ``activations``: ``x · V_c`` of the components that fire (without ‖U_c‖), 0 for
+    ``outputs``: those of the sites. ``activations``: ``x · V_c`` of the components that fire (without ‖U_c‖), 0 for
     padding. ``rest``: what they do not give of the output, the delta's part included; ``delta``: that part.
     ``chosen``: experts. ``entry``: what goes into the first cut layer; None where that reads tokens.
     ``embeddings``: by each embedding, its part in the entry; None: each is its own position of the entry.
     ``biases``: their part in the entry.
     """
 
-    held: dict[str, Float[Array, "_layers *_n _d_out"]]
+    outputs: dict[str, Float[Array, "_layers *_n _d_out"]]
     activations: dict[str, Float[Array, "_layers _rows _M"]]
     rest: dict[str, Float[Array, "_layers _rows _d_out"]]
     delta: dict[str, Float[Array, "_layers _rows _d_out"]]
@@ -197,17 +201,17 @@ def take_apart(
     target, sites = problem.target, problem.target.sites
     components = with_views(components, sites)
     clean = target.forward(weights, inputs, PlainLinears(sites, outputs=True, memory=target.memory))
-    held, activations, rest, deltas, chosen = {}, {}, {}, {}, {}
+    outputs, activations, rest, deltas, chosen = {}, {}, {}, {}, {}
     for segment in sites.segments:
         records = clean.records[segment.first]
         for stack in segment.stacks:
             name, own = stack.name, components[stack.name]
-            held[name] = records[output_record(stack.kind)]
+            outputs[name] = records[output_record(stack.kind)]
             experts = records[CHOSEN] if stack.experts is not None else None
             if experts is not None:
                 chosen[name] = experts
             x = jnp.broadcast_to(inputs, (1, *inputs.shape)) if stack.lookup else records[stack.reads]
-            parts = (x, held[name], own, firing[name], experts)
+            parts = (x, outputs[name], own, firing[name], experts)
             activations[name], rest[name], deltas[name] = lax.map(partial(_parts_of_site, stack), parts)
     first = sites.all[0].layer
     entry, embeddings, biases = None, None, None
@@ -215,7 +219,7 @@ def take_apart(
         start = max(layer for layer in clean.records if layer <= first)
         entry = clean.records[start][RESIDUAL][first - start]
         embeddings, biases = _parts_of_entry(target, weights, inputs, first)
-    return Cut(held, activations, rest, deltas, chosen, entry, embeddings, biases)
+    return Cut(outputs, activations, rest, deltas, chosen, entry, embeddings, biases)
 
 
 def _parts_of_site(stack: Stack, of_layer: Any) -> tuple[Array, Array, Array]:
@@ -313,7 +317,7 @@ def edges(
         def value(leaves: tuple[Any, Any, Any]) -> Float[Array, ""]:
             return _measure(problem, components, inputs, cut.chosen, others, *leaves, wanted)
 
-        gradients: tuple[Any, Any, Any] = jax.grad(value)((cut.held, cut.entry, biases))
+        gradients: tuple[Any, Any, Any] = jax.grad(value)((cut.outputs, cut.entry, biases))
         return gradients
 
     to_held, to_entry, to_biases = jax.vmap(back)(targets)
@@ -347,7 +351,7 @@ def _edges_from_entry(
     cut: Cut, biases: Weights, to_entry: Array | None, to_biases: Weights, n_targets: int
 ) -> tuple[Float[Array, "K E"], Float[Array, " K"]]:
     """From embeddings, and from all biases."""
-    dtype = jax.tree.leaves(cut.held)[0].dtype
+    dtype = jax.tree.leaves(cut.outputs)[0].dtype
     products = jax.tree.map(lambda g, b: jnp.sum(g * b, axis=tuple(range(1, g.ndim))), to_biases, biases)
     of_biases = sum(jax.tree.leaves(products), start=jnp.zeros(n_targets, dtype))
     if to_entry is None:
@@ -366,20 +370,20 @@ def _measure(
     inputs: Array,
     chosen: Mapping[str, Array],
     others: Weights,
-    held: Mapping[str, Array],
+    outputs: Mapping[str, Array],
     entry: Array | None,
     biases: Weights,
     wanted: Targets | Outputs,
 ) -> Float[Array, ""]:
-    """The value of one target (E3), as a function of what is held, of the entry and of the biases."""
+    """The value of one target (E3), as a function of the outputs of the sites, of the entry and of the biases."""
     target, sites = problem.target, problem.target.sites
     weights = eqx.combine(biases, others)
     start = (sites.all[0].layer, inputs if entry is None else entry)
     reading = None
     if isinstance(wanted, Targets):
-        rows = {name: _one_row(y, wanted.row) for name, y in held.items()}
+        rows = {name: _one_row(y, wanted.row) for name, y in outputs.items()}
         reading = reading_of(sites, components, wanted, rows)
-    forward = target.forward(weights, inputs, CutLinears(sites, held, chosen, reading), start)
+    forward = target.forward(weights, inputs, CutLinears(sites, outputs, chosen, reading), start)
     if isinstance(wanted, Targets):
         read = [jnp.sum(records[READINGS]) for records in forward.records.values() if READINGS in records]
         return jnp.sum(jnp.stack(read))
@@ -390,14 +394,14 @@ def _measure(
     return value - jnp.mean(predictions) if is_text else value
 
 
-def _one_row(held: Float[Array, "layers *n d_out"], row: Int[Array, ""]) -> Float[Array, "layers rows"]:
-    n_layers, n_rows = held.shape[0], held[0, ..., 0].size
-    return jnp.broadcast_to(jax.nn.one_hot(row, n_rows, dtype=held.dtype), (n_layers, n_rows))
+def _one_row(outputs: Float[Array, "layers *n d_out"], row: Int[Array, ""]) -> Float[Array, "layers rows"]:
+    n_layers, n_rows = outputs.shape[0], outputs[0, ..., 0].size
+    return jnp.broadcast_to(jax.nn.one_hot(row, n_rows, dtype=outputs.dtype), (n_layers, n_rows))
 
 
 def reading_of(
     sites: Sites, components: Components, wanted: Targets, rows: Mapping[str, Float[Array, "layers _rows"]]
-) -> Reading:
+) -> ReadDirections:
     """What the activation ``‖U_c‖ (x · V_c)`` of one component is measured by, at some ``rows`` of its stack."""
     direction, weight = {}, {}
     for number, stack in enumerate(sites.stacks):
@@ -410,4 +414,4 @@ def reading_of(
         direction[stack.name] = V[:, component] * jnp.linalg.norm(U[component])
         of_layers = jax.nn.one_hot(wanted.layer, stack.n_layers, dtype=V.dtype)[:, None] * rows[stack.name]
         weight[stack.name] = jnp.where(wanted.stack == number, of_layers, 0)
-    return Reading(direction, weight)
+    return ReadDirections(direction, weight)

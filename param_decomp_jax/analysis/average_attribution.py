@@ -12,7 +12,7 @@ from param_decomp_jax.analysis.attribution import READINGS, CutLinears, Targets,
 from param_decomp_jax.decomposition.components import Components, row_or_product, with_views
 from param_decomp_jax.decomposition.sites import Stack
 from param_decomp_jax.method.step import Problem
-from param_decomp_jax.nn.grouped import Groups, group, grouped_matmul
+from param_decomp_jax.nn.grouped import ExpertGroups, group, grouped_matmul
 from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import CHOSEN, RESIDUAL, PlainLinears, output_record
 
@@ -29,7 +29,7 @@ class Normalizers(NamedTuple):
 class _Batch(NamedTuple):
     """The cut network of a batch. By stack: outputs of the sites, activations ``x · V_c`` (without ‖U_c‖), experts."""
 
-    held: dict[str, Float[Array, "layers *_n _d_out"]]
+    outputs: dict[str, Float[Array, "layers *_n _d_out"]]
     inner: dict[str, Float[Array, "layers *_n C"]]
     chosen: dict[str, Int[Array, "layers *_n _k"]]
     entry: Array | None
@@ -70,15 +70,15 @@ def edge_sums(
     batch = _take_apart(problem, components, weights, inputs)
 
     def back(wanted: Targets) -> dict[str, Array]:
-        def total(held: dict[str, Array]) -> Float[Array, ""]:
+        def total(outputs: dict[str, Array]) -> Float[Array, ""]:
             rows = {stack.name: _rows_of_target(stack, batch, wanted) for stack in sites.stacks}
-            linears = CutLinears(sites, held, batch.chosen, reading_of(sites, components, wanted, rows))
+            linears = CutLinears(sites, outputs, batch.chosen, reading_of(sites, components, wanted, rows))
             start = sites.all[0].layer, inputs if batch.entry is None else batch.entry
             forward = problem.target.forward(weights, inputs, linears, start)
             read = [jnp.sum(records[READINGS]) for records in forward.records.values() if READINGS in records]
             return sum(read, start=jnp.zeros(()))  # nothing is read where the embedding is the only site
 
-        gradient = jax.grad(total)(batch.held)
+        gradient = jax.grad(total)(batch.outputs)
         return {stack.name: _of_stack(stack, gradient[stack.name]) for stack in sites.stacks}
 
     def _of_stack(stack: Stack, gradient: Array) -> Array:
@@ -93,11 +93,11 @@ def edge_sums(
 def _take_apart(problem: Problem, components: Components, weights: Weights, inputs: Array) -> _Batch:
     target, sites = problem.target, problem.target.sites
     clean = target.forward(weights, inputs, PlainLinears(sites, outputs=True, memory=target.memory))
-    held, inner, chosen = {}, {}, {}
+    outputs, inner, chosen = {}, {}, {}
     for segment in sites.segments:
         records = clean.records[segment.first]
         for stack in segment.stacks:
-            held[stack.name] = records[output_record(stack.kind)]
+            outputs[stack.name] = records[output_record(stack.kind)]
             experts = None
             if stack.experts is not None:
                 experts = chosen[stack.name] = records[CHOSEN]
@@ -107,7 +107,7 @@ def _take_apart(problem: Problem, components: Components, weights: Weights, inpu
     if first >= 0:
         start = max(layer for layer in clean.records if layer <= first)
         entry = clean.records[start][RESIDUAL][first - start]
-    return _Batch(held, inner, chosen, entry)
+    return _Batch(outputs, inner, chosen, entry)
 
 
 def _inner(stack: Stack) -> Any:
@@ -122,10 +122,10 @@ def _inner(stack: Stack) -> Any:
 
 def _rows_of_target(stack: Stack, batch: _Batch, wanted: Targets) -> Float[Array, "layers rows"]:
     """Every position; of an expert, the slots that are its own."""
-    held = batch.held[stack.name]
+    outputs = batch.outputs[stack.name]
     if stack.experts is None:
-        return jnp.ones((held.shape[0], held[0, ..., 0].size), held.dtype)
-    return (batch.chosen[stack.name].reshape(held.shape[0], -1) == wanted.expert).astype(held.dtype)
+        return jnp.ones((outputs.shape[0], outputs[0, ..., 0].size), outputs.dtype)
+    return (batch.chosen[stack.name].reshape(outputs.shape[0], -1) == wanted.expert).astype(outputs.dtype)
 
 
 def _sums_of_layer(stack: Stack) -> Any:
@@ -136,7 +136,7 @@ def _sums_of_layer(stack: Stack) -> Any:
         if experts is None:
             g, leaf = gradient.reshape(-1, gradient.shape[-1]), leaves.reshape(-1, leaves.shape[-1])
             return jnp.sum((leaf.T @ g) * U, axis=-1)
-        groups: Groups = group(experts, stack.experts or 0)
+        groups: ExpertGroups = group(experts, stack.experts or 0)
         products = grouped_matmul(gradient, jnp.swapaxes(U, -1, -2), groups) * leaves
         return _sum_rows(products[None], experts[None], stack)[0]
 

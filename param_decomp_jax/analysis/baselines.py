@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 from param_decomp_jax.decomposition.components import Components, Factors, look_up
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY
 from param_decomp_jax.method.step import Problem
-from param_decomp_jax.nn.grouped import Groups, grouped_matmul
+from param_decomp_jax.nn.grouped import ExpertGroups, grouped_matmul
 from param_decomp_jax.nn.numerics import matmul, wide
 from param_decomp_jax.sharding.memory import PLAIN
 from param_decomp_jax.sharding.mesh import Axes, constrain, gather
@@ -58,7 +58,7 @@ class SelectedLayer:
         return self._masked(kind, x, lambda: constrain(matmul(x, gather(W, self.frozen, x.dtype)), "batch"))
 
     def grouped(
-        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: ExpertGroups
     ) -> Float[Array, "*n k d_out"]:
         return grouped_matmul(x, gather(W, self.frozen.under(), x.dtype), groups)
 

@@ -37,7 +37,7 @@ class _ReadingLinears:
     read: Callable[[Array], Array]
     only: int | None = None
 
-    def cuts(self) -> frozenset[int]:
+    def scan_boundaries(self) -> frozenset[int]:
         return frozenset() if self.only is None else frozenset({self.only, self.only + 1})
 
     def join(self, layer: int, x: Any) -> Any:

@@ -59,7 +59,7 @@ class _HookedLinears:
     memory: MemoryPolicy
     value: Array | None = None
 
-    def cuts(self) -> frozenset[int]:
+    def scan_boundaries(self) -> frozenset[int]:
         return frozenset({self.at.layer, self.at.layer + 1})
 
     def join(self, layer: int, x: Any) -> Any:

@@ -14,7 +14,7 @@ from param_decomp_jax.ci.taps import TAPS, Reads, ResidualInputs, Taps, all_laye
 from param_decomp_jax.decomposition.components import with_lead
 from param_decomp_jax.decomposition.draws import draw_per_site
 from param_decomp_jax.decomposition.sites import Sites, Stack
-from param_decomp_jax.nn.grouped import Groups, grouped_matmul_wide
+from param_decomp_jax.nn.grouped import ExpertGroups, grouped_matmul_wide
 from param_decomp_jax.nn.numerics import matmul_wide
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.sharding.mesh import Axes, Held, constrain, gather, replace_fields
@@ -29,7 +29,7 @@ class Affine(eqx.Module):
     W: Float[Array, "*stack d_in d_out"]
     b: Float[Array, "*stack d_out"]
 
-    def __call__(self, x: Float[Array, "*n d_in"], groups: Groups | None = None) -> Float[Array, "*slots d_out"]:
+    def __call__(self, x: Float[Array, "*n d_in"], groups: ExpertGroups | None = None) -> Float[Array, "*slots d_out"]:
         """Product with inputs in the dtype of ``x``, result in fp32 or wider. ``groups``: of a map for each expert."""
         if groups is None:
             return matmul_wide(x, self.W) + self.b
@@ -78,7 +78,7 @@ class JointAffine(eqx.Module):
     ) -> Float[Array, "*n d_out"]:
         """The affine map of every site's clean input, each first put through ``prepare``; in fp32 or wider."""
 
-        def contribution(x: Array, rows: Array | Held, groups: Groups | None) -> Array:
+        def contribution(x: Array, rows: Array | Held, groups: ExpertGroups | None) -> Array:
             x = prepare(x)
             rows = gather(rows, with_lead(_ROWS, rows.ndim), x.dtype)
             if groups is None:
@@ -158,7 +158,7 @@ class GlobalCI(eqx.Module):
         features: Float[Array, "*n d"],
         x: Float[Array, "*n d_in"] | None,
         V: Float[Array, "*experts d_in C"],
-        groups: Groups | None = None,
+        groups: ExpertGroups | None = None,
     ) -> Float[Array, "*slots C"]:
         return head(features) if groups is None else head(features[..., None, :], groups)
 
@@ -213,7 +213,7 @@ def init_swiglu(key: PRNGKeyArray, stack: tuple[int, ...], widths: tuple[int, ..
 
 
 def apply_mlp(
-    mlp: TransformerMLP, x: Float[Array, "*n d_in"], groups: Groups | None = None
+    mlp: TransformerMLP, x: Float[Array, "*n d_in"], groups: ExpertGroups | None = None
 ) -> Float[Array, "*slots d_out"]:
     """Hidden layers (affine and exact GELU, or gated), then an affine map. Result in fp32 or wider. ``groups``: of an
     MLP for each expert."""

@@ -52,7 +52,7 @@ class ChunkwiseTransformer:
 
 
 @dataclass(frozen=True)
-class Run:
+class AlikeGroups:
     """Groups one after the other, alike in the sites of their layers, which one scan computes.
 
     ``first``: number of the first group; ``n``: how many. ``layers``: of all of them, by segment. There are several
@@ -81,7 +81,7 @@ class Run:
         return [taps.boundaries(layers) for layers in self.layers_of_groups()]
 
 
-def runs_of_groups(sites: Sites, layers_per_chunk: int) -> tuple[Run, ...]:
+def runs_of_groups(sites: Sites, layers_per_chunk: int) -> tuple[AlikeGroups, ...]:
     """The groups of C6, in order, in runs of alike ones."""
     layers = [(segment, layer) for segment in sites.segments for layer in range(segment.first, segment.stop)]
     chunks = [layers[n : n + layers_per_chunk] for n in range(0, len(layers), layers_per_chunk)]
@@ -89,14 +89,14 @@ def runs_of_groups(sites: Sites, layers_per_chunk: int) -> tuple[Run, ...]:
     def segment_of(layer: tuple[Segment, int]) -> int:
         return layer[0].first
 
-    runs: list[Run] = []
+    runs: list[AlikeGroups] = []
     for _, alike in groupby(chunks, key=lambda chunk: [segment_of(layer) for layer in chunk]):
         own = list(alike)
         parts = []
         for _, of_segment in groupby([layer for chunk in own for layer in chunk], key=segment_of):
             (segment, first), *rest = of_segment
             parts.append((segment, first, first + 1 + len(rest)))
-        runs.append(Run(sum(run.n for run in runs), len(own), tuple(parts)))
+        runs.append(AlikeGroups(sum(run.n for run in runs), len(own), tuple(parts)))
     return tuple(runs)
 
 
@@ -139,7 +139,7 @@ class ChunkwiseCI(GlobalCI):
     project: JointAffine
     blocks: Block
     heads: dict[str, Affine]
-    runs: tuple[Run, ...] = eqx.field(static=True)
+    runs: tuple[AlikeGroups, ...] = eqx.field(static=True)
     config: ChunkwiseTransformer = eqx.field(static=True)
 
     @property
@@ -147,7 +147,7 @@ class ChunkwiseCI(GlobalCI):
         """`CIFunction.boundaries`."""
         return tuple(boundary for run in self.runs for boundary in self._boundaries(run))
 
-    def _boundaries(self, run: Run) -> list[int]:
+    def _boundaries(self, run: AlikeGroups) -> list[int]:
         """Those of all groups of a run, one group after the other."""
         return [] if self.config.taps is None else [own for group in run.boundaries(self.config.taps) for own in group]
 
@@ -171,7 +171,7 @@ class ChunkwiseCI(GlobalCI):
             shared, tuple((stack.name, segment.stacks[0].name) for segment in segments for stack in segment.stacks)
         )
 
-    def _read(self, run: Run, inputs: Reads) -> tuple[Any, Callable[[Any], SummableInputs], dict[str, Any]]:
+    def _read(self, run: AlikeGroups, inputs: Reads) -> tuple[Any, Callable[[Any], SummableInputs], dict[str, Any]]:
         """What the groups of a run read: arrays with an axis in front that is cut into groups, what makes inputs of
         one group's arrays, and the rows that these are multiplied by."""
         if self.config.taps is not None:
@@ -192,7 +192,7 @@ class ChunkwiseCI(GlobalCI):
         return arrays, of_arrays, rows
 
     def _run_features(
-        self, run: Run, inputs: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
+        self, run: AlikeGroups, inputs: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
     ) -> Float[Array, "groups *n d"]:
         arrays, of_arrays, rows = self._read(run, inputs)
         by_layer = jax.tree.map(lambda x: x.reshape(run.n, x.shape[0] // run.n, *x.shape[1:]), (arrays, rows))
@@ -253,7 +253,7 @@ def init_chunkwise(config: ChunkwiseTransformer, key: PRNGKeyArray, sites: Sites
     )
 
 
-def widths_of_layers(runs: Sequence[Run], read: frozenset[str]) -> dict[int, int]:
+def widths_of_layers(runs: Sequence[AlikeGroups], read: frozenset[str]) -> dict[int, int]:
     """For every layer with sites, the width of its group's concatenation. ``read``: the stacks that are in it."""
     found: dict[int, int] = {}
     for run in runs:

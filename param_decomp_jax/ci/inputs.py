@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Segment, Sites
-from param_decomp_jax.nn.grouped import Groups, group
+from param_decomp_jax.nn.grouped import ExpertGroups, group
 from param_decomp_jax.sharding.by_layer import stacked
 from param_decomp_jax.targets.base import Target, UniformLayers, Weights, layers_of_segment
 from param_decomp_jax.targets.plain_linears import CHOSEN, RESIDUAL, PlainLayer, frozen_axes
@@ -25,7 +25,7 @@ SiteInputs = dict[str, Float[Array, "layers *n d_in"]]
 ChosenExperts = dict[str, Int[Array, "..."]]
 """The experts that the clean pass's positions take, ``[layers, *n, k]``, by stack; of the stacks of experts alone."""
 
-Contribution = Callable[[Float[Array, "*n d_in"], Any, Groups | None], Array]
+Contribution = Callable[[Float[Array, "*n d_in"], Any, ExpertGroups | None], Array]
 """From a site's clean input and the site's own parameters to its summand. Groups: of experts, all at once."""
 
 
@@ -120,7 +120,7 @@ class _SummingLayer(PlainLayer):
         return y
 
     def grouped(
-        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: ExpertGroups
     ) -> Float[Array, "*n k d_out"]:
         if kind in self.parameters:
             self.summands.append(self.contribution(lax.stop_gradient(x), self.parameters[kind], groups))

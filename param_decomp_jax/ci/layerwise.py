@@ -15,7 +15,7 @@ from param_decomp_jax.ci.scalar_mlp import apply_scalar_mlps
 from param_decomp_jax.ci.taps import Reads
 from param_decomp_jax.decomposition.draws import draw_per_site
 from param_decomp_jax.decomposition.sites import Sites, Stack
-from param_decomp_jax.nn.grouped import Groups, product_wide
+from param_decomp_jax.nn.grouped import ExpertGroups, product_wide
 from param_decomp_jax.nn.numerics import matmul_wide
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.sharding.mesh import replace_fields
@@ -56,7 +56,7 @@ class SharedMLP(_Layerwise):
         features: None,
         x: Float[Array, "*n d_in"],
         V: Float[Array, "*experts _ C"],
-        groups: Groups | None = None,
+        groups: ExpertGroups | None = None,
     ) -> Float[Array, "*slots C"]:
         return apply_mlp(head, x, groups)
 
@@ -83,7 +83,7 @@ class ScalarMLP(_Layerwise):
         features: None,
         x: Float[Array, "*n d_in"],
         V: Float[Array, "*experts d_in C"],
-        groups: Groups | None = None,
+        groups: ExpertGroups | None = None,
     ) -> Float[Array, "*slots C"]:
         if groups is not None:
             scalars = product_wide(x, V, groups).astype(x.dtype)[..., None]  # [..., k, C, 1]
@@ -106,7 +106,7 @@ class VectorMLP(_Layerwise):
         features: None,
         x: Float[Array, "*n d_in"],
         V: Float[Array, "*experts _ C"],
-        groups: Groups | None = None,
+        groups: ExpertGroups | None = None,
     ) -> Float[Array, "*slots C"]:
         of_one = partial(apply_mlp, groups=groups)
         per_component = jax.vmap(of_one, in_axes=(0 if groups is None else 1, None), out_axes=-2)

@@ -19,10 +19,10 @@ from param_decomp_jax.ci.squash import Squash
 from param_decomp_jax.ci.taps import Reads
 from param_decomp_jax.decomposition.components import Components, site_axes
 from param_decomp_jax.decomposition.sites import Sites, Stack
-from param_decomp_jax.nn.grouped import Groups, OverPositions, group
+from param_decomp_jax.nn.grouped import ExpertGroups, OverPositions, group
 from param_decomp_jax.nn.numerics import wide
 from param_decomp_jax.sharding.memory import MemoryPolicy
-from param_decomp_jax.sharding.mesh import Axes, at_rest, constrain, cut_tree, gather_tree, uncut, with_block
+from param_decomp_jax.sharding.mesh import Axes, at_rest, constrain, gather_tree, join_blocks, split_tree, with_block
 from param_decomp_jax.sharding.remat import component_blocks, over_layers
 
 Summarise = Callable[[Float[Array, "*n C"], OverPositions], Any]
@@ -193,7 +193,7 @@ class ImportanceReader:
         return SiteCI(None, self.head_axes[stack.name], x)
 
     def logits(
-        self, site: SiteCI, V: Float[Array, "*experts d_in C"], groups: Groups | None = None
+        self, site: SiteCI, V: Float[Array, "*experts d_in C"], groups: ExpertGroups | None = None
     ) -> Float[Array, "*slots C"]:
         """Logits of one layer's site from its slice, or from one block of it, gathered for use; of experts', of every
         slot."""
@@ -202,7 +202,7 @@ class ImportanceReader:
         features = None if self.features is None else self.features.astype(self.compute_dtype)
         return self.head_logits(site.head, features, _cast(site.x, self.compute_dtype), V, groups)
 
-    def groups(self, stack: Stack, chosen: Any) -> Groups | None:
+    def groups(self, stack: Stack, chosen: Any) -> ExpertGroups | None:
         """The groups of one layer of a stack of experts; None for other stacks."""
         return None if stack.experts is None else group(chosen, stack.experts)
 
@@ -221,11 +221,11 @@ def per_component(
     """A summary of each component's logits over the batch, by stack: arrays ``[layers, C, …]``; of experts, ``[layers,
     experts, C, …]``."""
 
-    def reduce(stack: Stack, logits: Array, groups: Groups | None) -> Any:
+    def reduce(stack: Stack, logits: Array, groups: ExpertGroups | None) -> Any:
         return summarise(logits, OverPositions(groups, stack.experts or 0))
 
-    def join(blocks: Array, groups: Groups | None) -> Array:
-        return uncut(blocks, 0 if groups is None else 1, "component")
+    def join(blocks: Array, groups: ExpertGroups | None) -> Array:
+        return join_blocks(blocks, 0 if groups is None else 1, "component")
 
     return _reduce_sites(reader, components, sites, memory, reduce, join)
 
@@ -240,7 +240,7 @@ def per_position(
     """Sums over each site's components at every position, by stack: arrays ``[layers, *n, …]``; of experts, over those
     that a position takes."""
 
-    def reduce(stack: Stack, logits: Array, groups: Groups | None) -> Any:
+    def reduce(stack: Stack, logits: Array, groups: ExpertGroups | None) -> Any:
         found = sum_components(logits)
         return found if groups is None else jax.tree.map(lambda x: jnp.sum(x, axis=reader.n_leading), found)
 
@@ -252,8 +252,8 @@ def _reduce_sites(
     components: Components,
     sites: Sites,
     memory: MemoryPolicy,
-    reduce: Callable[[Stack, Array, Groups | None], Any],
-    join: Callable[[Array, Groups | None], Array],
+    reduce: Callable[[Stack, Array, ExpertGroups | None], Any],
+    join: Callable[[Array, ExpertGroups | None], Array],
 ) -> dict[str, Any]:
     """What ``reduce`` makes of each site's logits, by stack, with a leading layer axis. ``join``: makes one array of
     those of a site's blocks of components, which have a leading axis of blocks."""
@@ -267,14 +267,14 @@ def _reduce_sites(
             return jax.vmap(of_layer, in_axes=(0, None if chosen is None else 0))(slices.logits, chosen)
         axes, n_blocks = (reader.axes(stack), site_axes(stack)[0]), component_blocks(memory, stack.C)
 
-        def reduce_block(site: Any, block: Any, features: dict[str, Array], groups: Groups | None) -> Any:
+        def reduce_block(site: Any, block: Any, features: dict[str, Array], groups: ExpertGroups | None) -> Any:
             site_ci, V = gather_tree(with_block(site, block), axes, reader.compute_dtype)
             return reduce(stack, reader.at_layer(stack, features).logits(site_ci, V, groups), groups)
 
         def reduce_site(_: None, layer: Any) -> tuple[None, Any]:
             site, features, chosen = layer
             groups = reader.groups(stack, chosen)
-            blocks = cut_tree(site, axes, n_blocks, "component")
+            blocks = split_tree(site, axes, n_blocks, "component")
             if n_blocks == 1:
                 return None, reduce_block(site, jax.tree.map(lambda x: x[0], blocks), features, groups)
             recomputed = jax.checkpoint(reduce_block, prevent_cse=False)

@@ -14,7 +14,7 @@ from param_decomp_jax.ci.squash import two_sided_leaky
 from param_decomp_jax.ci.taps import Reads
 from param_decomp_jax.decomposition.components import row_or_product
 from param_decomp_jax.decomposition.sites import Sites, Stack
-from param_decomp_jax.nn.grouped import Groups
+from param_decomp_jax.nn.grouped import ExpertGroups
 from param_decomp_jax.nn.numerics import wide
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.sharding.mesh import Axes, replace_fields
@@ -31,7 +31,7 @@ class Readout(eqx.Module):
     b_minus: Float[Array, "*lead C"]
     b: Float[Array, "*lead C"]
 
-    def __call__(self, h: Float[Array, "*slots C"], groups: Groups | None = None) -> Float[Array, "*slots C"]:
+    def __call__(self, h: Float[Array, "*slots C"], groups: ExpertGroups | None = None) -> Float[Array, "*slots C"]:
         """C7: what is added to the logits of components with these activations. ``groups``: of experts' sites."""
 
         def own(vector: Array) -> Array:
@@ -112,7 +112,7 @@ class ReadoutCI(eqx.Module):
 
 
 def activations(
-    x: Array | LookedUp, V: Float[Array, "*experts d_in C"], groups: Groups | None = None
+    x: Array | LookedUp, V: Float[Array, "*experts d_in C"], groups: ExpertGroups | None = None
 ) -> Float[Array, "*slots C"]:
     """h of C7, in fp32 or wider, with the product's inputs in the dtype of ``x`` (N1)."""
     if isinstance(x, LookedUp):
@@ -126,7 +126,7 @@ def _logits(
     features: Any,
     x: Any,
     V: Float[Array, "*experts d_in C"],
-    groups: Groups | None = None,
+    groups: ExpertGroups | None = None,
 ) -> Float[Array, "*slots C"]:
     read = x.row if isinstance(x, LookedUp) else x
     # What reads features reads nothing else.

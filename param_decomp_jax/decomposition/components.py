@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 from param_decomp_jax.decomposition.draws import draw_per_site
 from param_decomp_jax.decomposition.sites import Sites, Stack
-from param_decomp_jax.nn.grouped import Groups, product_wide
+from param_decomp_jax.nn.grouped import ExpertGroups, product_wide
 from param_decomp_jax.nn.numerics import wide
 from param_decomp_jax.nn.split_product import DeltaProduct, product_in_bf16, rounded_to_bf16, split_product
 from param_decomp_jax.sharding.mesh import Axes, constrain, gather, gather_scattered, replace_fields, scatter
@@ -106,7 +106,7 @@ def look_up(table: Float[Array, "n d"], rows: Int[Array, "*n"], axes: Axes) -> F
     return constrain(columns, *(None,) * rows.ndim, split)
 
 
-def row_or_product(x: Array, W: Array, groups: Groups | None) -> Array:
+def row_or_product(x: Array, W: Array, groups: ExpertGroups | None) -> Array:
     """``xW`` in fp32 or wider; of rows ``x`` (integers) of a table, the rows (F7)."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return constrain(wide(W[x]), "batch")
@@ -127,7 +127,7 @@ def through_components(
     V: Float[Array, "*experts d_in C"],
     U: Float[Array, "*experts C d_out"],
     g: Float[Array, "*n C"],
-    groups: Groups | None = None,
+    groups: ExpertGroups | None = None,
 ) -> Float[Array, "*n d_out"]:
     """The part ``((xV) ⊙ g) U`` of F2 in fp32 or wider: a sum over components, so of any of them.
 
@@ -146,7 +146,7 @@ def past_components(
     W: Float[Array, "*experts d_in d_out"] | None,
     delta_mask: Float[Array, "*#n"] | None,
     route: Float[Array, "*n"] | None,
-    groups: Groups | None = None,
+    groups: ExpertGroups | None = None,
 ) -> Float[Array, "*n d_out"] | None:
     """The part ``a · xW`` of F2 in fp32 or wider, ``a = 1 − r (1 − δ)``; None where a is 0 everywhere.
 
@@ -170,7 +170,7 @@ def _scaled_product(
     a: Float[Array, "*n"],
     x: Float[Array, "*#n d_in"],
     W: Float[Array, "*experts d_in d_out"],
-    groups: Groups | None,
+    groups: ExpertGroups | None,
 ) -> Float[Array, "*n d_out"]:
     """``a · xW``, with W frozen.
 
@@ -181,7 +181,7 @@ def _scaled_product(
 
 
 def _scaled_product_backward(
-    kept: tuple[Array, Array, Array, Groups | None], g: Array
+    kept: tuple[Array, Array, Array, ExpertGroups | None], g: Array
 ) -> tuple[Array, Array, None, None]:
     a, x, W, groups = kept
     back = product_wide(g.astype(x.dtype), W.swapaxes(-1, -2), groups)

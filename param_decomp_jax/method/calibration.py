@@ -11,7 +11,7 @@ from param_decomp_jax.ci.readout import ReadoutCI, activations, initial_scales
 from param_decomp_jax.decomposition.components import with_views
 from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.step import Problem, head_inputs, run_clean_pass
-from param_decomp_jax.nn.grouped import Groups, OverPositions
+from param_decomp_jax.nn.grouped import ExpertGroups, OverPositions
 from param_decomp_jax.sharding.mesh import constrain
 from param_decomp_jax.targets.base import Weights
 
@@ -28,7 +28,7 @@ def calibrate(problem: Problem, learned: Learned, weights: Weights, inputs: Arra
     sites = problem.target.sites
     clean_pass = run_clean_pass(problem, ci, weights, inputs, outputs=False)
 
-    def sizes(head: None, features: None, x: Any, V: Array, groups: Groups | None) -> Array:
+    def sizes(head: None, features: None, x: Any, V: Array, groups: ExpertGroups | None) -> Array:
         return jnp.abs(activations(x, V, groups))
 
     nothing = dict.fromkeys(ci.heads)

@@ -25,20 +25,20 @@ from param_decomp_jax.decomposition.components import (
 )
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites, Stack
 from param_decomp_jax.method.masks import SourceKind, interpolate
-from param_decomp_jax.nn.grouped import Groups, OverPositions, at_chosen, group, grouped_matmul
+from param_decomp_jax.nn.grouped import ExpertGroups, OverPositions, at_chosen, group, grouped_matmul
 from param_decomp_jax.nn.numerics import matmul, wide
 from param_decomp_jax.sharding.memory import Intermediate, MemoryPolicy
 from param_decomp_jax.sharding.mesh import (
     Axes,
     cast_tree,
     constrain,
-    cut_tree,
     gather,
     gather_tree,
     indices,
     is_axes,
+    join_blocks,
     rows_at_rest,
-    uncut,
+    split_tree,
     with_block,
     with_row,
 )
@@ -171,7 +171,7 @@ class MaskedLayer:
         return top_experts(logits, k) if self.chosen is None else side_by_side([self.chosen] * self.n_streams)
 
     def grouped(
-        self, kind: str, x: Float[Array, "rows *n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+        self, kind: str, x: Float[Array, "rows *n s d_in"], W: Float[Array, "experts d_in d_out"], groups: ExpertGroups
     ) -> Float[Array, "rows *n k d_out"]:
         W = gather(W, self.frozen.under(), x.dtype)
         y = constrain(self._masked(kind, x, W) if kind in self.live else grouped_matmul(x, W, groups), "batch")
@@ -201,12 +201,12 @@ class MaskedLayer:
         def apply_block(block: Positions) -> tuple[Any, list[Array]]:
             return self._at_positions(stack, with_block(everywhere, block), axes, W, shared)
 
-        blocks = cut_tree(everywhere, forward.positions_axes(everywhere, axes), n_blocks, "seq")
+        blocks = split_tree(everywhere, forward.positions_axes(everywhere, axes), n_blocks, "seq")
         with jax.named_scope(kind):
             summary, ys = over_blocks(apply_block, blocks, n_blocks)
         if forward.summarise is not None:
             self.records[summary_record(kind)] = summary
-        outputs = [uncut(y, 1, "seq") if n_blocks > 1 else y[0] for y in ys]
+        outputs = [join_blocks(y, 1, "seq") if n_blocks > 1 else y[0] for y in ys]
         return side_by_side([named(y, forward.output_name) if i in site.sources else y for i, y in enumerate(outputs)])
 
     def _at_positions(
@@ -249,7 +249,7 @@ class MaskedLayer:
             together = [tuple(part.sources)] if groups is None else [(i,) for i in part.sources]
             return {i: y for of in together for i, y in zip(of, outputs(of), strict=True)}, summary
 
-        ys, summaries = over_blocks(apply_components, cut_tree(site, axes, n_blocks, "component"), n_blocks)
+        ys, summaries = over_blocks(apply_components, split_tree(site, axes, n_blocks, "component"), n_blocks)
 
         def output(i: int, x: Shaped[Array, "B *n"]) -> Float[Array, "B *slots d_out"]:
             if i not in ys:
@@ -260,7 +260,7 @@ class MaskedLayer:
             past = past_components(x, W, deltas[i], routes[i], groups)
             return (ys[i] if past is None else ys[i] + past).astype(dtype)
 
-        summary = None if summaries is None else uncut(summaries, 0 if groups is None else 1, "component")
+        summary = None if summaries is None else join_blocks(summaries, 0 if groups is None else 1, "component")
         return summary, [output(i, x) for i, x in enumerate(here.xs)]
 
 
@@ -276,7 +276,7 @@ def may_share_rows(dtype: Any) -> bool:
     return dtype == jnp.bfloat16
 
 
-def _product(x: Array, W: Array | None, groups: Groups | None = None) -> Float[Array, "rows *n d_out"]:
+def _product(x: Array, W: Array | None, groups: ExpertGroups | None = None) -> Float[Array, "rows *n d_out"]:
     if W is None:
         return x
     return matmul(x, W) if groups is None else grouped_matmul(x, W, groups)
@@ -335,7 +335,7 @@ class MaskedLinears:
         if not shares or self.record_outputs or layer != min(self.starts):
             return False
         own = [stack for stack in self.sites.stacks if layer in stack.layers]
-        written_out = self.memory.layers == "unroll" or layer + 1 in self.cuts()
+        written_out = self.memory.layers == "unroll" or layer + 1 in self.scan_boundaries()
         return written_out and not any(stack.lookup or stack.experts is not None for stack in own)
 
     def join(self, layer: int, x: Shaped[Array, "rows *n"]) -> Shaped[Array, "more *n"]:
@@ -373,7 +373,7 @@ class MaskedLinears:
                     found[point.hook] = (*found.get(point.hook, ()), i)
         return found
 
-    def cuts(self) -> frozenset[int]:
+    def scan_boundaries(self) -> frozenset[int]:
         """Layers at which a stream starts, other sites are live, or streams are compared at other points; edges of
         segments too where outputs are recorded."""
         edges = {segment.first for segment in self.sites.segments} | {s.stop for s in self.sites.segments}
@@ -490,5 +490,5 @@ class MaskedLinears:
         )  # fmt: skip
 
 
-def _at_slots(route: Float[Array, "*experts_n"] | None, groups: Groups | None) -> Float[Array, "*n"] | None:
+def _at_slots(route: Float[Array, "*experts_n"] | None, groups: ExpertGroups | None) -> Float[Array, "*n"] | None:
     return route if route is None or groups is None else at_chosen(route, groups)

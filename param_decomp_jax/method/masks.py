@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray, UInt32
 
 from param_decomp_jax.decomposition.draws import uniform, uniform_of_keys
 from param_decomp_jax.decomposition.sites import Stack
-from param_decomp_jax.nn.grouped import Groups, at_chosen
+from param_decomp_jax.nn.grouped import ExpertGroups, at_chosen
 from param_decomp_jax.sharding.mesh import Axes, at_rest, replace_fields
 
 
@@ -62,7 +62,7 @@ class SourceKind(Protocol):
         ...
 
     def components(
-        self, slice_: Any, at: UInt32[Array, "*n"], columns: UInt32[Array, " C"], groups: Groups | None = None
+        self, slice_: Any, at: UInt32[Array, "*n"], columns: UInt32[Array, " C"], groups: ExpertGroups | None = None
     ) -> Float[Array, "*#n_slots #C"]:
         """Component sources of one layer's site at these positions, for the components of these global numbers.
 
@@ -71,7 +71,7 @@ class SourceKind(Protocol):
         ...
 
     def delta(
-        self, slice_: Any, at: UInt32[Array, "*n"], groups: Groups | None = None
+        self, slice_: Any, at: UInt32[Array, "*n"], groups: ExpertGroups | None = None
     ) -> Float[Array, "*#n_slots"] | None:
         """The raw delta source (M2); None where there is no delta path."""
         ...
@@ -92,14 +92,14 @@ class StochasticSources:
     def axes(self, stack: Stack) -> Any:
         return Axes(())
 
-    def components(self, slice_: Any, at: Array, columns: Array, groups: Groups | None = None) -> Array:
+    def components(self, slice_: Any, at: Array, columns: Array, groups: ExpertGroups | None = None) -> Array:
         source = self._draw(0, slice_, at, columns, groups)
         return (source < 0.5).astype(source.dtype) if self.kind.sampling == "binomial" else source
 
-    def delta(self, slice_: Any, at: Array, groups: Groups | None = None) -> Array | None:
+    def delta(self, slice_: Any, at: Array, groups: ExpertGroups | None = None) -> Array | None:
         return self._draw(1, slice_, at, jnp.zeros(1, jnp.uint32), groups)[..., 0] if self.use_delta else None
 
-    def _draw(self, which: int, sites: Array, at: Array, columns: Array, groups: Groups | None) -> Array:
+    def _draw(self, which: int, sites: Array, at: Array, columns: Array, groups: ExpertGroups | None) -> Array:
         """``which``: 0 for components, 1 for deltas. ``sites``: the site's canonical number, or every expert's."""
         if groups is None:
             return uniform(self._keys(sites)[which], at, columns)
@@ -124,10 +124,10 @@ class ConstantSources:
     def axes(self, stack: Stack) -> Any:
         return None
 
-    def components(self, slice_: Any, at: Array, columns: Array, groups: Groups | None = None) -> Array:
+    def components(self, slice_: Any, at: Array, columns: Array, groups: ExpertGroups | None = None) -> Array:
         return jnp.full((1,) * (at.ndim + 1 if groups is None else groups.chosen.ndim + 1), self.kind.value)
 
-    def delta(self, slice_: Any, at: Array, groups: Groups | None = None) -> Array | None:
+    def delta(self, slice_: Any, at: Array, groups: ExpertGroups | None = None) -> Array | None:
         return None
 
 
@@ -158,13 +158,13 @@ class GivenSources:
         names = own.delta.names
         return replace_fields(own, delta=Axes((*names[: rows - 1], "batch", *names[rows:])))
 
-    def components(self, slice_: Any, at: Array, columns: Array, groups: Groups | None = None) -> Array:
+    def components(self, slice_: Any, at: Array, columns: Array, groups: ExpertGroups | None = None) -> Array:
         return self._at(slice_.components, at, groups)
 
-    def delta(self, slice_: Any, at: Array, groups: Groups | None = None) -> Array | None:
+    def delta(self, slice_: Any, at: Array, groups: ExpertGroups | None = None) -> Array | None:
         return None if slice_.delta is None else self._at(slice_.delta, at, groups)
 
-    def _at(self, source: Array, at: Array, groups: Groups | None) -> Array:
+    def _at(self, source: Array, at: Array, groups: ExpertGroups | None) -> Array:
         if groups is None:
             return tile(source, at.shape[0])
         return at_chosen(jax.vmap(lambda of_expert: tile(of_expert, at.shape[0]))(source), groups)
@@ -188,7 +188,7 @@ class MergedSources:
     def axes(self, stack: Stack) -> Any:
         return self.attack.axes(stack), self.stochastic.axes(stack)
 
-    def components(self, slice_: Any, at: Array, columns: Array, groups: Groups | None = None) -> Array:
+    def components(self, slice_: Any, at: Array, columns: Array, groups: ExpertGroups | None = None) -> Array:
         of_attack, other = slice_
         return self._by_row(
             at,
@@ -196,7 +196,7 @@ class MergedSources:
             self.stochastic.components(other, at, columns, groups),
         )
 
-    def delta(self, slice_: Any, at: Array, groups: Groups | None = None) -> Array | None:
+    def delta(self, slice_: Any, at: Array, groups: ExpertGroups | None = None) -> Array | None:
         of_attack, other = slice_
         first, second = self.attack.delta(of_attack, at, groups), self.stochastic.delta(other, at, groups)
         return None if first is None or second is None else self._by_row(at, first, second)

@@ -13,10 +13,10 @@ from param_decomp_jax.ci import ImportanceReader, LazyLogits, Logits, StackFeatu
 from param_decomp_jax.method.clean_pass import CleanPass
 from param_decomp_jax.method.masked import Stream
 from param_decomp_jax.method.masks import Bundle, GivenSources, given_parts, tile, with_given_parts
-from param_decomp_jax.sharding.mesh import constrain, cut
+from param_decomp_jax.sharding.mesh import constrain, split_blocks
 
 
-class Rows(NamedTuple):
+class BatchArrays(NamedTuple):
     """The arrays that have the batch as their first axis. ``routes``: by stream."""
 
     inputs: Any
@@ -39,7 +39,7 @@ class LayeredRows(NamedTuple):
     bundles: list[list[Bundle | None]]
 
 
-BatchRows = tuple[Rows, LayeredRows]
+BatchRows = tuple[BatchArrays, LayeredRows]
 """All arrays of a batch that have a batch axis; what is None has no rows of its own."""
 
 
@@ -56,8 +56,8 @@ def sum_over_parts(
     """
     rows, layered = _batch_rows(clean_pass, reader, streams)
     parts = (
-        jax.tree.map(lambda x: cut(x, 0, n, "batch"), rows),
-        jax.tree.map(lambda x: cut(x, 1, n, "batch"), layered),
+        jax.tree.map(lambda x: split_blocks(x, 0, n, "batch"), rows),
+        jax.tree.map(lambda x: split_blocks(x, 1, n, "batch"), layered),
     )
 
     @jax.checkpoint
@@ -79,7 +79,7 @@ def _batch_rows(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequen
     outputs = reader.outputs
     features = outputs.features if isinstance(outputs, LazyLogits) else None
     by_stack = isinstance(features, StackFeatures)
-    rows = Rows(
+    rows = BatchArrays(
         inputs=clean_pass.inputs,
         output=clean_pass.forward.output,
         reference=clean_pass.reference,

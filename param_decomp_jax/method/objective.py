@@ -25,7 +25,7 @@ from param_decomp_jax.method.losses import (
 from param_decomp_jax.method.masked import Stream
 from param_decomp_jax.method.masks import Bundle
 from param_decomp_jax.method.recon import (
-    Errors,
+    ForwardErrors,
     Reconstruction,
     TermDraws,
     ascends_output_alone,
@@ -46,7 +46,7 @@ from param_decomp_jax.targets.base import Target
 Metrics = dict[str, Float[Array, ""]]
 
 
-class Found(NamedTuple):
+class ObjectiveResults(NamedTuple):
     """What an objective finds besides its total. ``means``: by term, those of L6 after the step."""
 
     metrics: Metrics
@@ -72,7 +72,7 @@ class Objective:
     draws: Callable[[str], TermDraws]
     means: dict[str, Means] = field(default_factory=dict)
 
-    def total_loss(self, batch: DecomposedBatch, raw: dict[str, Bundle]) -> tuple[Float[Array, ""], Found]:
+    def total_loss(self, batch: DecomposedBatch, raw: dict[str, Bundle]) -> tuple[Float[Array, ""], ObjectiveResults]:
         """``Σ coeff · term`` (point 4), every term by name without its coefficient, and the means after this step.
 
         ``raw``: raw sources of the persistent terms, by name.
@@ -114,7 +114,7 @@ class Objective:
             metrics[f"loss/{term.name}"] = value
             total += value_at(term.coeff, self.step, spec.steps) * value
         metrics["loss/total"] = total
-        return total, Found(metrics, means)
+        return total, ObjectiveResults(metrics, means)
 
     def reconstructions(
         self,
@@ -156,7 +156,7 @@ class Objective:
                 sums, ends = of_all.summaries, list(accumulate(map(len, found)))
                 by_term = zip(on, jnp.split(of_all.by_stream, ends[:-1]), pairwise([0, *ends]), strict=True)
                 for term, by_stream, (first, stop) in by_term:
-                    own_errors = Errors(by_stream, {}, of_all.at_points[first:stop])
+                    own_errors = ForwardErrors(by_stream, {}, of_all.at_points[first:stop])
                     value, parts = term_error(own_errors, at_step(term, self.step, spec.steps))
                     means |= {term.name: value} | {f"{term.name}/{part}": x for part, x in parts.items()}
             if summarise is not None and not everywhere:

@@ -249,7 +249,7 @@ def _stack_record(forward: Forward, stack: Stack, name: str) -> Array:
     return jnp.concatenate(parts)
 
 
-class Errors(NamedTuple):
+class ForwardErrors(NamedTuple):
     """Errors of masked forwards. ``by_stream``: R1, or R2's exception. ``summaries``: as in `MaskedForwards`.
     ``at_points``: of each forward, by the names of its points, ``‖masked − clean‖² / ‖clean‖²`` (R6)."""
 
@@ -274,7 +274,7 @@ def with_points(
     return output + coeff * sum(at_points.values()) / len(at_points)
 
 
-def term_error(found: Errors, now: AtStep) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+def term_error(found: ForwardErrors, now: AtStep) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """A term's value from the errors of its forwards: their mean. Also, with points, its parts: the means of the
     output's error (`output`) and of each point's."""
     output = jnp.mean(found.by_stream)
@@ -288,11 +288,11 @@ def errors(
     kinds: Sequence[ErrorKind],
     summarise: Summarise | None = None,
     output_name: Intermediate = "site_outputs",
-) -> Errors:
+) -> ForwardErrors:
     """The reconstruction error of each masked forward (R1, or R2's exception), and those at its points (R6), all of
     them run joint."""
 
-    def batch_errors(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream]) -> Errors:
+    def batch_errors(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream]) -> ForwardErrors:
         target, clean = clean_pass.target, clean_pass.forward
         part = DecomposedBatch(clean_pass, batch.components, reader)
         record_outputs = "hidden_acts" in kinds
@@ -306,12 +306,12 @@ def errors(
         ]
         norms = clean_pass.point_squares  # of the whole batch, also where this is a part
         at_points = [{name: relative(x, norms[name]) for name, x in own.items()} for own in differences]
-        return Errors(jnp.stack(found), summaries, at_points)
+        return ForwardErrors(jnp.stack(found), summaries, at_points)
 
     n = batch.target.memory.micro_batches
     if n == 1:
         return batch_errors(batch.clean_pass, batch.reader, streams)
-    total: Errors = sum_over_parts(batch_errors, batch.clean_pass, batch.reader, streams, n)
+    total: ForwardErrors = sum_over_parts(batch_errors, batch.clean_pass, batch.reader, streams, n)
     return total._replace(by_stream=total.by_stream / n)
 
 

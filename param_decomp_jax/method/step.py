@@ -35,7 +35,7 @@ from param_decomp_jax.method.adversary import (
 from param_decomp_jax.method.clean_pass import CleanPass, DecomposedBatch, point_records, squares
 from param_decomp_jax.method.losses import faithfulness
 from param_decomp_jax.method.masks import Bundle
-from param_decomp_jax.method.objective import Found, Metrics, Objective, term_keys
+from param_decomp_jax.method.objective import Metrics, Objective, ObjectiveResults, term_keys
 from param_decomp_jax.method.offload import fetch, store
 from param_decomp_jax.method.optim import Optimizer, clip, global_norm, transformation
 from param_decomp_jax.method.recon import (
@@ -327,10 +327,10 @@ def loss_gradients(
     importance: DifferentiableImportance,
     raw: dict[str, Bundle],
     copies: HeldCopies,
-) -> tuple[Gradients, Found]:
+) -> tuple[Gradients, ObjectiveResults]:
     """Point 4 of section 8: the objective's terms and its gradients; ``raw``: sources of its persistent terms."""
 
-    def total(components: Components, outputs: CIOutputs, raw: dict[str, Bundle]) -> tuple[Array, Found]:
+    def total(components: Components, outputs: CIOutputs, raw: dict[str, Bundle]) -> tuple[Array, ObjectiveResults]:
         factors, _ = with_copies(problem, Learned(components, state.ci), copies)
         reader = importance_reader(problem, state.ci, outputs, clean_pass, copies)
         with jax.named_scope("losses"):
@@ -351,7 +351,7 @@ def loss_gradients(
 
 def losses_and_ascents(
     problem: Problem, state: State, clean_pass: CleanPass, objective: Objective, copies: HeldCopies
-) -> tuple[dict[str, Adversary], Gradients, Found]:
+) -> tuple[dict[str, Adversary], Gradients, ObjectiveResults]:
     """Points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward pass, last ascents."""
     spec = problem.decomposition
     importance = differentiable_importance(problem, state, clean_pass, copies)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from param_decomp_jax.nn.numerics import kl_divergence
-from param_decomp_jax.sharding.mesh import constrain, cut, uncut
+from param_decomp_jax.sharding.mesh import constrain, join_blocks, split_blocks
 
 Head = jax.tree_util.Partial
 """From ``[B, T, d]`` to ``[B, T, vocab]``: a function of the program and its arrays, which are frozen.
@@ -39,7 +39,7 @@ def _forward(n_blocks: int, head: Head, clean: Array, masked: list[Array]) -> tu
     n_positions = clean.shape[0] * clean.shape[1]
 
     def blocks(x: Float[Array, "B T d"]) -> Float[Array, "n B t d"]:
-        return constrain(cut(x, 1, n_blocks, "seq"), None, "batch")
+        return constrain(split_blocks(x, 1, n_blocks, "seq"), None, "batch")
 
     def block_kl(clean: Float[Array, "B t d"], masked: Sequence[Float[Array, "B t d"]]) -> list[tuple[Array, Array]]:
         """By stream, its share of the mean and the gradient of that."""
@@ -52,7 +52,7 @@ def _forward(n_blocks: int, head: Head, clean: Array, masked: list[Array]) -> tu
 
     found = lax.map(lambda block: block_kl(*block), (blocks(clean), [blocks(x) for x in masked]))
     values = jnp.stack([jnp.sum(value) for value, _ in found])
-    return values, [constrain(uncut(gradient, 1, "seq"), "batch") for _, gradient in found]
+    return values, [constrain(join_blocks(gradient, 1, "seq"), "batch") for _, gradient in found]
 
 
 def _backward(n_blocks: int, gradients: list[Array], g: Float[Array, " streams"]) -> tuple[Any, Any, list[Array]]:

@@ -15,7 +15,7 @@ from param_decomp_jax.nn.numerics import einsum_wide, matmul_wide
 from param_decomp_jax.sharding.mesh import constrain, n_parts
 
 
-class Groups(eqx.Module):
+class ExpertGroups(eqx.Module):
     """Which expert every slot takes, and where its row lies among the blocks of its device.
 
     ``chosen``: the expert's number. ``place``: of a slot, its row in the blocks. ``expert``: of each block.
@@ -27,7 +27,7 @@ class Groups(eqx.Module):
     block: int = eqx.field(static=True)
 
 
-def group(chosen: Int[Array, "*n k"], n_experts: int) -> Groups:
+def group(chosen: Int[Array, "*n k"], n_experts: int) -> ExpertGroups:
     """Lays out the slots; every device those of its own rows of the batch."""
     parts = n_parts("batch", chosen.shape[0])
     slots = chosen.reshape(parts, -1)
@@ -46,11 +46,11 @@ def group(chosen: Int[Array, "*n k"], n_experts: int) -> Groups:
         return (ends - padded)[slots] + rank, jnp.minimum(expert, n_experts - 1)
 
     place, expert = jax.vmap(lay_out)(constrain(slots, "batch"))
-    return Groups(chosen, place, expert, block)
+    return ExpertGroups(chosen, place, expert, block)
 
 
 def grouped_matmul_wide(
-    x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+    x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: ExpertGroups
 ) -> Float[Array, "*n k d_out"]:
     """``x_j @ W[chosen_j]`` for every slot j, with inputs in the dtype of ``x``, given in fp32 or wider.
 
@@ -77,18 +77,18 @@ def grouped_matmul_wide(
 
 
 def grouped_matmul(
-    x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+    x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: ExpertGroups
 ) -> Float[Array, "*n k d_out"]:
     """`grouped_matmul_wide`, given in the dtype of ``x``."""
     return grouped_matmul_wide(x, W, groups).astype(x.dtype)
 
 
-def product_wide(x: Array, W: Array, groups: Groups | None) -> Array:
+def product_wide(x: Array, W: Array, groups: ExpertGroups | None) -> Array:
     """``x @ W`` in fp32 or wider; with ``groups``, of slots with their experts' matrices."""
     return matmul_wide(x, W) if groups is None else grouped_matmul_wide(x, W, groups)
 
 
-def at_chosen(x: Array, groups: Groups) -> Array:
+def at_chosen(x: Array, groups: ExpertGroups) -> Array:
     """What each slot's expert has at the slot's position: of ``x [experts, *n, …]``, ``[*n, k, …]``. Axes of positions
     may be 1 in ``x``, where all share them."""
     leading = groups.chosen.shape[:-1]
@@ -107,7 +107,7 @@ class OverPositions(eqx.Module):
     """Sums over the positions of what a site has at each: over all of them, or with ``groups`` over those at which each
     expert is taken (X4)."""
 
-    groups: Groups | None = None
+    groups: ExpertGroups | None = None
     n_experts: int = eqx.field(static=True, default=0)
 
     def sum(self, x: Float[Array, "*n C"]) -> Float[Array, "*experts C"]:
@@ -125,7 +125,7 @@ class OverPositions(eqx.Module):
         return jnp.moveaxis(counts.reshape(-1, self.n_experts, n_bins), 1, 0)
 
 
-def sum_by_expert(x: Array, groups: Groups, n_experts: int) -> Array:
+def sum_by_expert(x: Array, groups: ExpertGroups, n_experts: int) -> Array:
     """The sum over each expert's slots: of ``x [*n, k, …]``, ``[experts, …]``."""
     flat = x.reshape(-1, *x.shape[groups.chosen.ndim :])
     return jax.ops.segment_sum(flat, groups.chosen.reshape(-1), n_experts)

@@ -427,7 +427,7 @@ def sum_over_nodes(x: Array) -> Array:
 # --- cutting an axis into blocks, each from every device's own part ---
 
 
-def cut(x: Array, axis: int, n_blocks: int, name: str) -> Array:
+def split_blocks(x: Array, axis: int, n_blocks: int, name: str) -> Array:
     """``[..., size, ...]`` to ``[n_blocks, ..., size / n_blocks, ...]``, and nothing moves between devices.
 
     With the axis split over n devices, block j has the elements ``d · size/n + j · b + i`` for every device d and
@@ -444,8 +444,8 @@ def cut(x: Array, axis: int, n_blocks: int, name: str) -> Array:
     return x.reshape(n_blocks, *x.shape[1 : axis + 1], parts * b, *x.shape[axis + 3 :])
 
 
-def uncut(blocks: Array, axis: int, name: str) -> Array:
-    """The inverse of `cut`: the array whose blocks these are."""
+def join_blocks(blocks: Array, axis: int, name: str) -> Array:
+    """The inverse of `split_blocks`: the array whose blocks these are."""
     n_blocks, size = blocks.shape[0], blocks.shape[0] * blocks.shape[axis + 1]
     parts = n_parts(name, size)
     x = blocks.reshape(n_blocks, *blocks.shape[1 : axis + 1], parts, -1, *blocks.shape[axis + 2 :])
@@ -464,22 +464,22 @@ def fitting_blocks(size: int, largest: int | None, name: str) -> int:
     return next((n for n in range(1, own + 1) if own % n == 0 and size // n <= largest), own)
 
 
-def cut_tree(tree: Any, axes: Any, n_blocks: int, name: str) -> Any:
-    """`cut` for the arrays of ``tree`` that have an axis of this name; the others are None in the result."""
+def split_tree(tree: Any, axes: Any, n_blocks: int, name: str) -> Any:
+    """`split_blocks` for the arrays of ``tree`` that have an axis of this name; the others are None in the result."""
 
     def cut_leaf(a: Axes, x: Any) -> Any:
         axis = a.at(name)
         if axis is None:
             return None
         # A held copy is cut as what rests is: its devices have whole runs of the parts.
-        each = partial(cut, axis=axis, n_blocks=n_blocks, name=name)
+        each = partial(split_blocks, axis=axis, n_blocks=n_blocks, name=name)
         return x.of_both(each) if isinstance(x, Held) else each(x)
 
     return jax.tree.map(cut_leaf, axes, tree, is_leaf=is_axes)
 
 
 def with_block(tree: Any, block: Any) -> Any:
-    """``tree`` with what `cut_tree` has cut replaced by one block of it."""
+    """``tree`` with what `split_tree` has cut replaced by one block of it."""
     return jax.tree.map(lambda b, x: x if b is None else b, block, tree, is_leaf=lambda x: x is None or is_held(x))
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Matrix, Segment, Site, Sites, Stack
-from param_decomp_jax.nn.grouped import Groups
+from param_decomp_jax.nn.grouped import ExpertGroups
 from param_decomp_jax.sharding.by_layer import SomeLayers, layers_of, stacked
 from param_decomp_jax.sharding.memory import MemoryPolicy
 from param_decomp_jax.sharding.mesh import Axes
@@ -52,7 +52,7 @@ class LayerLinears(Protocol):
         ...
 
     def grouped(
-        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: ExpertGroups
     ) -> Float[Array, "*n k d_out"]:
         """The matrix ``kind`` of every slot's expert; ``x``: of every slot, or (s = 1) what all of a position read."""
         ...
@@ -97,11 +97,11 @@ def alike(linear: LayerLinears, *arrays: Float[Array, "..."]) -> tuple[Float[Arr
 class Linears(Protocol):
     """How a whole forward pass applies the target's matrices (F1 to F4).
 
-    Layers between two neighbouring ``cuts`` are treated alike, so they can be scanned together: ``slices`` gives the
-    arrays they need, with a leading layer axis, and ``layer`` turns one such slice into a `LayerLinears`.
+    Layers between two neighbouring ``scan_boundaries`` are treated alike, so they can be scanned together: ``slices``
+    gives the arrays they need, with a leading layer axis, and ``layer`` turns one such slice into a `LayerLinears`.
     """
 
-    def cuts(self) -> frozenset[int]: ...
+    def scan_boundaries(self) -> frozenset[int]: ...
 
     def join(self, layer: int, x: Any) -> Any:
         """The input of the scan that begins at ``layer``, from the output of the scan before it."""
@@ -118,7 +118,7 @@ class WholeForward:
 
     sites: Sites
 
-    def cuts(self) -> frozenset[int]:
+    def scan_boundaries(self) -> frozenset[int]:
         return frozenset(edge for segment in self.sites.segments for edge in (segment.first, segment.stop))
 
     def join(self, layer: int, x: Any) -> Any:
@@ -275,7 +275,7 @@ def _run_group(
     layers: UniformLayers, x: Any, linears: Linears, first: int, memory: MemoryPolicy
 ) -> tuple[Any, dict[int, dict[str, Array]]]:
     records = {}
-    edges = sorted({first, layers.stop} | {cut for cut in linears.cuts() if first < cut < layers.stop})
+    edges = sorted({first, layers.stop} | {edge for edge in linears.scan_boundaries() if first < edge < layers.stop})
     for a, b in pairwise(edges):
 
         def body(x: Any, xs: Any, a: int = a, b: int = b) -> tuple[Any, dict[str, Array]]:

@@ -123,7 +123,7 @@ class GPTConfig(Architecture):
 
 
 @dataclass(frozen=True)
-class Computation:
+class GPTComputation:
     """How a pass is computed. ``dtype``: of activations and of the inputs of matrix products. ``softmax_dtype``: of
     attention's scores and softmax. Both change the rounding alone; LayerNorm's statistics and the logits are in fp32.
 
@@ -141,7 +141,7 @@ def gpt_logits(
     weights: Weights,
     config: GPTConfig,
     tokens: Int[Array, "B T"],
-    how: Computation,
+    how: GPTComputation,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "B T vocab"]:
     """Next-token logits in fp32. ``key``: of what dropout drops; None drops nothing."""

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from param_decomp_jax.decomposition.components import look_up
 from param_decomp_jax.decomposition.sites import PRE_IDENTITY, Sites
-from param_decomp_jax.nn.grouped import Groups, grouped_matmul
+from param_decomp_jax.nn.grouped import ExpertGroups, grouped_matmul
 from param_decomp_jax.nn.numerics import matmul
 from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import Axes, constrain, gather
@@ -72,7 +72,7 @@ class PlainLayer:
         return chosen
 
     def grouped(
-        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: Groups
+        self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: ExpertGroups
     ) -> Float[Array, "*n k d_out"]:
         y = constrain(grouped_matmul(x, gather(W, self.frozen.under(), x.dtype), groups), "batch")
         if kind in self.reads and self.inputs:

@@ -6,7 +6,7 @@ from itertools import cycle
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, WITH_K_ON, Comparison, Point
+from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, WITH_K_ON, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.baselines.replacements import caption
 from param_decomp_lab.metrics.figures.style import BLUE, QUIET, VERMILION
@@ -54,12 +54,12 @@ def comparison_figure(found: Comparison) -> Figure:
     return figure
 
 
-def _shown(found: Comparison) -> list[Point]:
+def _shown(found: Comparison) -> list[BaselinePoint]:
     """The points at the decomposition's L0, that with λ above 0 on left out."""
     return [p for p in found.at_own_l0 if p.chosen != ON_OFF]
 
 
-def _colour(point: Point) -> str:
+def _colour(point: BaselinePoint) -> str:
     if point.parts != OWN:
         return COLOURS[point.parts]
     return VERMILION if point.chosen == LAMBDA else BLUE

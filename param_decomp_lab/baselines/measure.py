@@ -49,7 +49,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Point:
+class BaselinePoint:
     """One way of choosing parts, on all batches. ``parts``: `OWN` or a baseline. ``chosen``: `LAMBDA`, `ON_OFF` a
     threshold, or so many at each site and position, the `LARGEST` or `BY_GRADIENT`: ``number``, a mean over rows of the
     data where these differ (B5). ``l0``: parts that are not off, a mean over sites and positions. ``error``: R1 with
@@ -76,27 +76,27 @@ class Comparison:
     of_text: bool
     positions: int
     lengths: tuple[int, ...]
-    points: tuple[Point, ...]
+    points: tuple[BaselinePoint, ...]
     n_sites: int
     replacements: tuple[Replacement, ...] = ()
     choice: Choice = "activation"
 
     @property
-    def own(self) -> Point:
+    def own(self) -> BaselinePoint:
         """The decomposition with λ as masks."""
         return next(p for p in self.points if p.parts == OWN and p.chosen == LAMBDA)
 
     @property
-    def own_on_off(self) -> Point:
+    def own_on_off(self) -> BaselinePoint:
         """The decomposition with what fires on."""
         return next(p for p in self.points if p.parts == OWN and p.chosen == ON_OFF and p.number == 0)
 
     @property
-    def to_mix(self) -> dict[str, dict[float, Point]]:
+    def to_mix(self) -> dict[str, dict[float, BaselinePoint]]:
         """The points that make up the one at the decomposition's L0, by their number of parts (B5): for each baseline,
         and for the decomposition where its parts are chosen by gradient as well."""
         numbers, chosen = shares(self.own.l0), WITH_K_ON[self.choice]
-        found: dict[str, dict[float, Point]] = {}
+        found: dict[str, dict[float, BaselinePoint]] = {}
         for p in self.points:
             if p.parts != OWN or self.choice == "gradient":
                 of_parts = found.setdefault(p.parts, {})
@@ -105,19 +105,19 @@ class Comparison:
         return found
 
     @property
-    def matched(self) -> dict[str, Point]:
+    def matched(self) -> dict[str, BaselinePoint]:
         """Each baseline's point at the decomposition's L0 (B5)."""
         return {name: mixed(points, self.own.l0) for name, points in self.to_mix.items() if name != OWN}
 
     @property
-    def own_by_gradient(self) -> Point | None:
+    def own_by_gradient(self) -> BaselinePoint | None:
         """The decomposition with as many parts on as a baseline at its L0, chosen by gradient as well; None where λ
         chooses among its parts."""
         points = self.to_mix.get(OWN)
         return None if points is None else mixed(points, self.own.l0)
 
     @property
-    def at_own_l0(self) -> tuple[Point, ...]:
+    def at_own_l0(self) -> tuple[BaselinePoint, ...]:
         """The points at the decomposition's L0, which are attacked: its own, then those of the baselines."""
         chosen = self.own_by_gradient
         return (self.own, self.own_on_off, *([] if chosen is None else [chosen]), *self.matched.values())
@@ -146,15 +146,15 @@ class Comparison:
         return [OWN, *self.matched, *(r.name for r in self.replacements)]
 
     @property
-    def best(self) -> Point:
+    def best(self) -> BaselinePoint:
         """The baseline of least error at the decomposition's L0."""
         return min(self.matched.values(), key=lambda p: p.error)
 
-    def over_best(self, point: Point) -> dict[str, float]:
+    def over_best(self, point: BaselinePoint) -> dict[str, float]:
         """What a point has, divided by what the best baseline of each reading has at the decomposition's L0: ``error``,
         ``random``, and ``attack``, the longest, where there was one. NaN where a baseline has 0."""
 
-        def ratio(reading: Callable[[Point], float]) -> float:
+        def ratio(reading: Callable[[BaselinePoint], float]) -> float:
             least = min(map(reading, self.matched.values()))
             return reading(point) / least if least > 0 else math.nan
 
@@ -228,7 +228,7 @@ class Measurement:
             clean = [jitted(cross_entropy)(self._problem, run.weights, batch) for batch in batches]
         self._clean = float(np.mean([float(x) for x in clean]))
 
-    def own(self) -> Iterator[Point]:
+    def own(self) -> Iterator[BaselinePoint]:
         """The decomposition's (B3), of which that with λ as masks is the first."""
         run = self._run
         with jax.set_mesh(run.mesh):
@@ -248,11 +248,11 @@ class Measurement:
             masks = [largest(_firing(z, x), k) for z, x in zip(logits, importances, strict=True)]
             yield self.point(parts, masks, OWN, LARGEST, k, attacked=False)
 
-    def of_baseline(self, kind: Baseline, l0: float) -> Iterator[Point]:
+    def of_baseline(self, kind: Baseline, l0: float) -> Iterator[BaselinePoint]:
         """``l0``: the decomposition's."""
         yield from self._chosen(self.parts(kind), kind, l0)
 
-    def _chosen(self, parts: Components, name: str, l0: float) -> Iterator[Point]:
+    def _chosen(self, parts: Components, name: str, l0: float) -> Iterator[BaselinePoint]:
         """With k parts on (B2), for every k that is asked for. Attacked are those that make up the point at ``l0``."""
         matched = shares(l0)
         numbers = sorted({*self._ladder(parts), *matched})
@@ -309,7 +309,7 @@ class Measurement:
 
     def point(
         self, parts: Components, masks: Sequence[Masks], name: str, chosen: str, number: float, attacked: bool
-    ) -> Point:
+    ) -> BaselinePoint:
         """One way of choosing parts. ``masks``: of each batch."""
         run, found, l0 = self._run, [], []
         lengths = self._lengths if attacked else ()
@@ -323,7 +323,7 @@ class Measurement:
             found.append(jax.device_get(errors))
         mean = jax.tree.map(lambda *x: np.mean(x, axis=0), *found)
         lost = float(mean.cross_entropy) - self._clean if run.is_language_model else None
-        return Point(
+        return BaselinePoint(
             name, chosen, number, float(np.mean(l0)), float(mean.error), lost, float(mean.random),
             tuple(mean.attacked.tolist()),
         )  # fmt: skip

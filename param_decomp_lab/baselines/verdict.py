@@ -2,7 +2,7 @@
 
 import math
 
-from param_decomp_lab.baselines.measure import LAMBDA, OWN, WITH_K_ON, Comparison, Point
+from param_decomp_lab.baselines.measure import LAMBDA, OWN, WITH_K_ON, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import Choice
 from param_decomp_lab.ui.numbers import number
 
@@ -12,10 +12,10 @@ def verdict(found: Comparison) -> str:
     own, best, by_gradient = found.own, found.best, found.own_by_gradient
     what = "KL" if found.of_text else "error"
 
-    def ratios(point: Point) -> dict[str, str]:
+    def ratios(point: BaselinePoint) -> dict[str, str]:
         return {name: "–" if math.isnan(x) else number(x) for name, x in found.over_best(point).items()}
 
-    def harder(point: Point) -> str:
+    def harder(point: BaselinePoint) -> str:
         over = ratios(point)
         text = f"with what is off at random {over['random']} times"
         if found.lengths:
@@ -34,7 +34,7 @@ def verdict(found: Comparison) -> str:
     return text + " Below 1 the decomposition is better."
 
 
-def title(point: Point) -> str:
+def title(point: BaselinePoint) -> str:
     """What a point is called in tables."""
     if point.parts != OWN:
         return point.parts

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from param_decomp_lab.baselines.kept import find_comparison
-from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, WITH_K_ON, Comparison, Point
+from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, WITH_K_ON, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.baselines.replacements import ReplacementPoint, caption
 from param_decomp_lab.baselines.verdict import title, verdict, with_k_on
@@ -20,7 +20,7 @@ BESIDE = 4
 DEPTH = 100.0
 """Errors that are smaller than the decomposition's by more than this are drawn at the lower edge."""
 
-AnyPoint = Point | ReplacementPoint
+AnyPoint = BaselinePoint | ReplacementPoint
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def plot(found: Comparison) -> Plot:
 
 def _said(name: str, p: AnyPoint) -> str:
     """What a point is called. ``name``: of its curve."""
-    if isinstance(p, Point):
+    if isinstance(p, BaselinePoint):
         return title(p)
     return f"{name}, {number(p.number)} largest" if p.chosen == LARGEST else name
 

@@ -42,7 +42,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Mark:
+class DrawnNode:
     """A node as it is drawn. ``number``: its place in the page's list of nodes."""
 
     number: int
@@ -56,7 +56,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Line:
+class DrawnEdge:
     """An edge as it is drawn: the path, slightly bent, so that edges between nodes in one column lie apart."""
 
     path: str
@@ -72,10 +72,10 @@ class Drawing:
 
     width: int
     height: int
-    marks: list[Mark]
+    marks: list[DrawnNode]
     rows: list[tuple[str, float]]
     columns: list[tuple[str, str, int, float]]
-    lines: list[Line]
+    lines: list[DrawnEdge]
     wide: bool
 
 
@@ -123,7 +123,7 @@ def draw_graph(
             for n, column, line, name in places:
                 node = graph.nodes[n]
                 marks.append(
-                    Mark(
+                    DrawnNode(
                         numbers[n], round(start[position] + column + 7, 1), round(y + LINE * (line + 0.5), 1),
                         round(2.5 + 4 * math.sqrt(max(node.influence, 0) / largest), 1),
                         node.kind + (" chosen" if n == chosen else ""), name, shown[n].title, shown[n].href,
@@ -136,10 +136,10 @@ def draw_graph(
     return Drawing(width, round(y) + 38, marks, titles, columns, drawn, width > LONG)
 
 
-def _line(source: Mark, target: Mark, weight: float, strength: float) -> Line:
+def _line(source: DrawnNode, target: DrawnNode, weight: float, strength: float) -> DrawnEdge:
     x, y = target.x - source.x, target.y - source.y
     bend = f"{round(source.x + x / 2 - y / 8)} {round(source.y + y / 2 + x / 8)}"
-    return Line(
+    return DrawnEdge(
         f"M{source.x:g} {source.y:g}Q{bend} {target.x:g} {target.y:g}", "up" if weight > 0 else "down",
         round(0.6 + 4 * strength, 1), round(0.25 + 0.6 * strength, 2),
     )  # fmt: skip

@@ -90,7 +90,7 @@ MARGIN = 1.15
 
 
 @dataclass(frozen=True)
-class Mark:
+class MapMark:
     """A component of a map, or the ``count`` of those of a cell: a rectangle in a box of `ACROSS` by `DOWN`."""
 
     x: float
@@ -105,7 +105,7 @@ class Mark:
 class Map:
     """Density against mean λ, both by their logarithms. ``hidden``: components that never fire."""
 
-    marks: list[Mark]
+    marks: list[MapMark]
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     hidden: int
@@ -128,7 +128,7 @@ def site_map(
     x_ticks, y_ticks = across.ticks, up.ticks_from_the_top
     if not together:
         marks = [
-            Mark(round(ACROSS * a, 2), round(DOWN * (1 - b), 2), 0.6, 3, f"{c}", component_address(c))
+            MapMark(round(ACROSS * a, 2), round(DOWN * (1 - b), 2), 0.6, 3, f"{c}", component_address(c))
             for a, b, c in zip(x.tolist(), y.tolist(), alive.tolist(), strict=True)
         ]
         return Map(marks, x_ticks, y_ticks, len(numbers) - len(alive), False)
@@ -149,7 +149,7 @@ def site_map(
             address = range_address(spans[0], spans[1])
         shade = 1 + min(4, int(5 * math.log1p(count) / most))
         marks.append(
-            Mark(a + 0.5, DOWN - b - 0.5, 1, shade, f"{one}" if count == 1 else f"{count} components", address)
+            MapMark(a + 0.5, DOWN - b - 0.5, 1, shade, f"{one}" if count == 1 else f"{count} components", address)
         )
     return Map(marks, x_ticks, y_ticks, len(numbers) - len(alive), True)
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import Pages, checked_number, clean, shown_tokens, unit
-from param_decomp_lab.browse.text_worker import LONGEST, Answer, ComponentAnswer, ComponentQuestion, TextWorker
+from param_decomp_lab.browse.text_worker import LONGEST, ComponentAnswer, ComponentQuestion, TextAnswer, TextWorker
 from param_decomp_lab.ui.cards import context
 
 PATIENCE_S = 0.7
@@ -95,7 +95,7 @@ class TextPages:
             site=site, n=number, id=f"{site}:{number}", label=opened.labels.of_site(site).get(number, ""), **values,
         )  # fmt: skip
 
-    def _found(self, opened: Opened, answer: Answer, at: int) -> dict[str, Any]:
+    def _found(self, opened: Opened, answer: TextAnswer, at: int) -> dict[str, Any]:
         """``at``: the number of the token whose components are listed."""
         at = min(at, answer.positions - 1)
         first = at // SPAN * SPAN
@@ -136,7 +136,7 @@ def _too_long(text: str) -> str:
     return f"a text may have {LONGEST:,} characters; this one has {len(text):,}" if len(text) > LONGEST else ""
 
 
-def _strongest_components(opened: Opened, answer: Answer, order: str) -> list[dict[str, Any]]:
+def _strongest_components(opened: Opened, answer: TextAnswer, order: str) -> list[dict[str, Any]]:
     """The components of all sites that are strongest in the text, each at the place where it is, by ``order``; where
     that is the same, by ``λ · |a|``. Only places where λ is above the harvest's threshold count."""
     best: list[tuple[float, float, str, int, int, float, float, int]] = []

@@ -39,7 +39,7 @@ class SiteFirings:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TextAnswer:
     """``tokens``: the ids of the text; of a toy's input, which is one position, the active features. ``wrong``: why
     there is no answer, "" if there is one."""
 
@@ -237,7 +237,7 @@ class ComponentQuestion:
 
 @dataclass(frozen=True)
 class ComponentAnswer:
-    """λ and a of a component at every position. ``tokens``: as of `Answer`."""
+    """λ and a of a component at every position. ``tokens``: as of `TextAnswer`."""
 
     tokens: list[int] = field(default_factory=list)
     importance: list[float] = field(default_factory=list)
@@ -257,7 +257,7 @@ Question = (
 )
 """A text asks what fires in it."""
 AnyAnswer = (
-    Answer
+    TextAnswer
     | GraphAnswer
     | InterventionAnswer
     | NearestAnswer
@@ -281,10 +281,10 @@ class TextWorker:
         self._process: Any = None
         self._pipe: Connection | None = None
 
-    def ask(self, text: str, patience_s: float) -> Answer | None:
+    def ask(self, text: str, patience_s: float) -> TextAnswer | None:
         """What fires in a text; None as of `wait`."""
         found = self.wait(text, patience_s)
-        assert found is None or isinstance(found, Answer)
+        assert found is None or isinstance(found, TextAnswer)
         return found
 
     def graph(self, question: GraphQuestion, patience_s: float) -> GraphAnswer | None:
@@ -316,9 +316,9 @@ class TextWorker:
         return self._answer_of(ComponentAnswer, question, patience_s)
 
     def _answer_of(self, kind: type[Kind], question: Question, patience_s: float) -> Kind | None:
-        """An answer of this kind; None as of `wait`. What fails in the process comes as an `Answer`."""
+        """An answer of this kind; None as of `wait`. What fails in the process comes as an `TextAnswer`."""
         found = self.wait(question, patience_s)
-        if isinstance(found, Answer):
+        if isinstance(found, TextAnswer):
             return kind(wrong=found.wrong)
         assert found is None or isinstance(found, kind)
         return found
@@ -336,7 +336,7 @@ class TextWorker:
             return None
         except (EOFError, OSError) as error:
             self._answers.pop(question, None)
-            return Answer(wrong=f"the process that runs texts has ended ({error or 'without a word'}); ask again")
+            return TextAnswer(wrong=f"the process that runs texts has ended ({error or 'without a word'}); ask again")
 
     def _question(self, question: Question) -> AnyAnswer:
         if self._process is None or not self._process.is_alive():
@@ -376,9 +376,9 @@ def serve(pipe: Connection, run: Path, step: int, sites: tuple[str, ...], thresh
                 opened = load_run(run, step, devices=1)
             pipe.send(_answer(opened, question, sites, threshold))
         except UserError as error:
-            pipe.send(Answer(wrong=str(error)))
+            pipe.send(TextAnswer(wrong=str(error)))
         except Exception as error:  # a bug, or a machine without memory: said on the page, and asked again
-            pipe.send(Answer(wrong=f"{type(error).__name__}: {error}"[:2000]))
+            pipe.send(TextAnswer(wrong=f"{type(error).__name__}: {error}"[:2000]))
 
 
 def _answer(run: Any, question: Question, sites: tuple[str, ...], threshold: float) -> AnyAnswer:
@@ -542,7 +542,7 @@ def _intervene(run: Any, question: InterventionQuestion) -> InterventionAnswer:
     return InterventionAnswer(outcomes, (without, with_it))
 
 
-def _what_fires(run: Any, text: str, sites: tuple[str, ...], threshold: float) -> Answer:
+def _what_fires(run: Any, text: str, sites: tuple[str, ...], threshold: float) -> TextAnswer:
     from param_decomp_lab.runs.prompt import read_prompt
 
     inputs, tokens = read_prompt(run, text)
@@ -554,4 +554,4 @@ def _what_fires(run: Any, text: str, sites: tuple[str, ...], threshold: float) -
         activation = np.asarray(activations[name]).reshape(importance.shape)[position, component]
         values = importance[position, component].astype(np.float32), activation.astype(np.float32)
         found[name] = SiteFirings(position.astype(np.int32), component.astype(np.int32), *values)
-    return Answer(tokens, len(importance), found)
+    return TextAnswer(tokens, len(importance), found)

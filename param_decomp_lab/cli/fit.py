@@ -59,14 +59,14 @@ def fit(
         pd fit configs/llama8b_l18.yaml --gpu h100 --gpus 8 --for batch --vary batch=16..128 --vary memory=balanced,lean
     """
     from param_decomp_lab.config.write import refuse_taken
-    from param_decomp_lab.probe.cards import Pool, find_card
+    from param_decomp_lab.probe.cards import MemoryPool, find_card
     from param_decomp_lab.probe.fit import FitRequest
     from param_decomp_lab.probe.fit import fit as search
     from param_decomp_lab.probe.fit import report as tell
 
     if minutes is not None and goal == "batch":
         raise UserError("--minutes: only a search --for speed can be cut short")
-    Pool.from_card(find_card(gpu), mem_fraction, margin_gib)
+    MemoryPool.from_card(find_card(gpu), mem_fraction, margin_gib)
     written = out or config.with_name(f"{config.stem}_{Path(gpu).stem}x{gpus}.yaml")
     refuse_taken(written, "pd fit")
     limits = (("--mem-fraction", mem_fraction, MEM_FRACTION), ("--margin-gib", margin_gib, MARGIN_GIB))

@@ -75,7 +75,7 @@ def launch(
 
     from param_decomp_lab.launch.command import Launch, launch_here, launch_job
     from param_decomp_lab.launch.command import prepare as prepare_run
-    from param_decomp_lab.launch.job import Job, parse_more
+    from param_decomp_lab.launch.job import SlurmJob, parse_more
     from param_decomp_lab.launch.layout import NO_GPU
     from param_decomp_lab.probe.cards import find_card
 
@@ -91,7 +91,7 @@ def launch(
     elif local:
         status = launch_here(told, console, dry=dry_run)
     else:
-        job = Job(time, partition, account, qos, cpus_per_task, shared, notice, parse_more(sbatch or ()))
+        job = SlurmJob(time, partition, account, qos, cpus_per_task, shared, notice, parse_more(sbatch or ()))
         status = launch_job(told, job, console, probe=probe, anyway=anyway, dry=dry_run)
     if status:
         raise typer.Exit(status)

@@ -53,7 +53,7 @@ def probe(
         pd probe configs/ladder/bf16-scan.yaml --gpu a5000 --seq 512
     """
     from param_decomp_lab.probe.cache import cache_folder
-    from param_decomp_lab.probe.cards import Pool, find_card
+    from param_decomp_lab.probe.cards import MemoryPool, find_card
     from param_decomp_lab.probe.command import probe as ask
     from param_decomp_lab.probe.command import write_json
     from param_decomp_lab.probe.pages import write_pages
@@ -64,7 +64,7 @@ def probe(
         check_output_file(json_file, "--json")
     console = PlainConsole(stderr=True)
     card = find_card(gpu)
-    pool = Pool.from_card(card, mem_fraction, margin_gib)
+    pool = MemoryPool.from_card(card, mem_fraction, margin_gib)
     folder = cache_folder() if cache else None
     try:
         answer = ask(config, overrides or (), batch, seq, card, nodes, gpus_per_node, pool, folder, console, quick)

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 
-class Agreement(NamedTuple):
+class GroupingAgreement(NamedTuple):
     """``adjusted_rand``: 1 for equal groupings, 0 by chance. ``kept``: of the pairs that the first keeps together, the
     share that the second does, too; 1 if the first has none."""
 
@@ -14,7 +14,7 @@ class Agreement(NamedTuple):
     kept: float
 
 
-def agreement(one: Int[np.ndarray, " n"], other: Int[np.ndarray, " n"]) -> Agreement:
+def agreement(one: Int[np.ndarray, " n"], other: Int[np.ndarray, " n"]) -> GroupingAgreement:
     """G7, of groupings given by the number of each component's group."""
     # scikit-learn has the index, but is not a dependency; no pair is listed here.
     both = np.unique(np.stack([one, other]), axis=1, return_counts=True)[1]
@@ -22,7 +22,7 @@ def agreement(one: Int[np.ndarray, " n"], other: Int[np.ndarray, " n"]) -> Agree
     expected = mine * theirs / max(_pairs(np.asarray([len(one)])), 1.0)
     most = (mine + theirs) / 2
     index = 1.0 if most == expected else (together - expected) / (most - expected)
-    return Agreement(index, together / mine if mine else 1.0)
+    return GroupingAgreement(index, together / mine if mine else 1.0)
 
 
 def _pairs(counts: Int[np.ndarray, " m"]) -> float:

@@ -43,7 +43,7 @@ class SiteAgreement:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class RunAgreement:
     """How far two runs agree, by number among the records. ``why``: if it could not be found."""
 
     one: int
@@ -63,7 +63,7 @@ class Agreement:
 
 def agreements(
     records: Sequence[Record], groups: Sequence[Sequence[int]], progress: Progress = lambda what: None
-) -> list[Agreement]:
+) -> list[RunAgreement]:
     """The agreement of all pairs of finished runs that differ by their seeds alone; if there are none, of all pairs of
     finished runs. The pairs of a run that cannot be read say why."""
     done = [[number for number in group if records[number].finished] for group in groups]
@@ -82,17 +82,17 @@ def agreements(
         progress(f"matching components, pair {n} of {len(pairs)}")
         a, b = read[one], read[other]
         if isinstance(a, str) or isinstance(b, str):
-            found.append(Agreement(one, other, why=a if isinstance(a, str) else str(b)))
+            found.append(RunAgreement(one, other, why=a if isinstance(a, str) else str(b)))
             continue
         (target, mine), (other_target, theirs) = a, b
         if difference := target.difference(other_target):
-            found.append(Agreement(one, other, why=difference))
+            found.append(RunAgreement(one, other, why=difference))
         elif {name: (x.V.shape[0], x.U.shape[1]) for name, x in mine.items()} != {
             name: (x.V.shape[0], x.U.shape[1]) for name, x in theirs.items()
         }:
-            found.append(Agreement(one, other, why="they decompose different matrices"))
+            found.append(RunAgreement(one, other, why="they decompose different matrices"))
         else:
-            found.append(Agreement(one, other, tuple(of_site(name, x, theirs[name]) for name, x in mine.items())))
+            found.append(RunAgreement(one, other, tuple(of_site(name, x, theirs[name]) for name, x in mine.items())))
     return found
 
 

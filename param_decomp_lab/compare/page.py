@@ -6,7 +6,7 @@ from os.path import commonpath, relpath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from param_decomp_lab.compare.agreement import Agreement
+from param_decomp_lab.compare.agreement import RunAgreement
 from param_decomp_lab.compare.charts import front_chart
 from param_decomp_lab.compare.differences import differences, in_order, labels, seed_groups, short_names
 from param_decomp_lab.compare.fronts import Front, fronts
@@ -40,7 +40,7 @@ class Compared:
     names: dict[str, str]
     groups: list[list[int]]
     fronts: list[Front]
-    agreements: list[Agreement]
+    agreements: list[RunAgreement]
 
     @property
     def colors(self) -> dict[int, str]:

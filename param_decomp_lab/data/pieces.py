@@ -84,7 +84,7 @@ def choose_eval(lengths: dict[bytes, int], eval_fraction: float) -> frozenset[by
 
 
 @dataclass(frozen=True)
-class Cut:
+class DocumentPart:
     """A piece of a document. ``first``: that it is the first of it that is read here; ``begins``: that the document
     begins with it."""
 
@@ -94,7 +94,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """``follows``: it goes on where the last piece of its split stopped, so that no separator belongs between them."""
 
     content: Content
@@ -102,18 +102,18 @@ class Piece:
     follows: bool
 
 
-def cut(documents: Iterable[Document]) -> Iterator[Cut]:
+def split_documents(documents: Iterable[Document]) -> Iterator[DocumentPart]:
     """The pieces of all documents, in order."""
     for document in documents:
         for number, content in enumerate(document.pieces()):
-            yield Cut(content, number == 0, number == 0 and document.begins)
+            yield DocumentPart(content, number == 0, number == 0 and document.begins)
 
 
-def split_pieces(cuts: Iterable[Cut], choice: Choice) -> Iterator[Piece]:
+def split_pieces(cuts: Iterable[DocumentPart], choice: Choice) -> Iterator[TextPiece]:
     """All pieces in order, each with its split."""
     before: Split | None = None
     for piece in cuts:
         split = choice(piece.content)
         follows = not piece.begins if piece.first else split == before
-        yield Piece(piece.content, split, follows)
+        yield TextPiece(piece.content, split, follows)
         before = split

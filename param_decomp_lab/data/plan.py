@@ -92,7 +92,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TokenizePlan:
     """``tokenizer``: `bytes`, or the path of a tokenizer.json; None where the input is tokenized already.
     ``tokenizer_hash``: of its content. ``sources``: where the text is from, for people. ``bos``: the token id that
     rows and documents begin with; None for none."""

@@ -16,7 +16,7 @@ from rich.console import Console
 from param_decomp_lab.data.arrow_rows import SUFFIX, ArrowRows, ArrowShard, rows_per_batch
 from param_decomp_lab.data.meta import META_FILE, NOTHING_SKIPPED, SPLITS, DataMeta, Split, SplitMeta
 from param_decomp_lab.data.pieces import Document
-from param_decomp_lab.data.plan import Plan, Role, Settings, Unit, cut_units, unit_bytes
+from param_decomp_lab.data.plan import Role, Settings, TokenizePlan, Unit, cut_units, unit_bytes
 from param_decomp_lab.data.spans import Format, MemorySpan, file_spans, find_files
 from param_decomp_lab.data.token_writer import Written, add_counts, before_document, cut_rows, unigram_entropy
 from param_decomp_lab.data.tokenize_processes import tokenize_units
@@ -81,7 +81,7 @@ def make_plan(
     tokenizer: str | Path | None,
     sources: tuple[str, ...],
     bos: bool | None = None,
-) -> Plan:
+) -> TokenizePlan:
     """``tokenizer``: None where the input is tokenized already. ``bos``: whether rows and documents begin with the
     tokenizer's BOS; None does what the tokenizer itself does with a text. Raises UserError if the tokenizer does not
     exist, or has no BOS although one is wanted."""
@@ -90,12 +90,12 @@ def make_plan(
     found = None if tokenizer is None else load_tokenizer(tokenizer)
     begins = chosen_bos(found, bos, of_text=not settings.column.tokenized)
     if found is None:
-        return Plan(tuple(units), settings, None, "", sources, begins)
-    return Plan(tuple(units), settings, str(tokenizer), tokenizer_hash(found), sources, begins)
+        return TokenizePlan(tuple(units), settings, None, "", sources, begins)
+    return TokenizePlan(tuple(units), settings, str(tokenizer), tokenizer_hash(found), sources, begins)
 
 
 def tokenize(
-    plan: Plan,
+    plan: TokenizePlan,
     out: str | Path,
     *,
     processes: int = 1,
@@ -129,7 +129,7 @@ def tokenize(
         return meta
 
 
-def _publish_if_whole(plan: Plan, work: Unfinished, *, overwrite: bool) -> DataMeta | None:
+def _publish_if_whole(plan: TokenizePlan, work: Unfinished, *, overwrite: bool) -> DataMeta | None:
     """Puts the data in place if all units are done that it takes."""
     with work.publishing() as is_there:
         if not is_there:  # another part has done it
@@ -142,7 +142,7 @@ def _publish_if_whole(plan: Plan, work: Unfinished, *, overwrite: bool) -> DataM
         return meta
 
 
-def _finished(out: Path, plan: Plan) -> DataMeta | None:
+def _finished(out: Path, plan: TokenizePlan) -> DataMeta | None:
     """What was made of the same plan."""
     if not (out / META_FILE).is_file():
         return None
@@ -150,7 +150,7 @@ def _finished(out: Path, plan: Plan) -> DataMeta | None:
     return meta if meta.plan == plan.hash else None
 
 
-def _needed(plan: Plan, work: Unfinished) -> list[int] | None:
+def _needed(plan: TokenizePlan, work: Unfinished) -> list[int] | None:
     """The units that make up the data set, in order; None while one is not done."""
     done, before = work.done(), dict.fromkeys(SPLITS, 0)
     needed = []
@@ -165,7 +165,7 @@ def _needed(plan: Plan, work: Unfinished) -> list[int] | None:
     return needed
 
 
-def _publish(plan: Plan, work: Unfinished, needed: Sequence[int]) -> DataMeta:
+def _publish(plan: TokenizePlan, work: Unfinished, needed: Sequence[int]) -> DataMeta:
     """Makes the data of the units whole: may be done again after a kill, with the same result."""
     tokenizer = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer)
     separator = None if tokenizer is None else tokenizer.separator
@@ -205,7 +205,7 @@ def _publish(plan: Plan, work: Unfinished, needed: Sequence[int]) -> DataMeta:
 class _Joined:
     """One split, joined of what its units gave: not more rows than are asked for, and rows of what was left."""
 
-    def __init__(self, plan: Plan, work: Unfinished, split: Split, separator: int | None) -> None:
+    def __init__(self, plan: TokenizePlan, work: Unfinished, split: Split, separator: int | None) -> None:
         self._settings, self._folder, self._split = plan.settings, work.data / split, split
         self._separator, self._bos = separator, plan.bos
         self._most = plan.settings.most_rows(split)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from param_decomp_lab.data.meta import SPLITS, Split
-from param_decomp_lab.data.plan import Plan
+from param_decomp_lab.data.plan import TokenizePlan
 from param_decomp_lab.data.tokenize_unit import tokenize_unit
 from param_decomp_lab.data.tokenizers import Tokenizer, load_tokenizer
 from param_decomp_lab.data.unfinished import Unfinished
@@ -35,7 +35,7 @@ def available_cores() -> int:
 
 
 def tokenize_units(
-    plan: Plan, work: Unfinished, processes: int, part: tuple[int, int] | None, console: Console | None
+    plan: TokenizePlan, work: Unfinished, processes: int, part: tuple[int, int] | None, console: Console | None
 ) -> None:
     """Tokenizes those units of ``part`` that are needed and have no record yet. Raises UserError for text that cannot
     be read."""
@@ -53,14 +53,14 @@ def tokenize_units(
             _in_processes(plan, work, todo, n_left, progress)
 
 
-def _tokenizer(plan: Plan) -> Tokenizer | None:
+def _tokenizer(plan: TokenizePlan) -> Tokenizer | None:
     return None if plan.tokenizer is None else load_tokenizer(plan.tokenizer)
 
 
 class _Todo:
     """The units of a part that are to be done, in order: those that are needed by what is known when they are due."""
 
-    def __init__(self, plan: Plan, work: Unfinished, units: range) -> None:
+    def __init__(self, plan: TokenizePlan, work: Unfinished, units: range) -> None:
         self._plan, self._work, self._units = plan, work, units
         self._rows: dict[int, dict[Split, int]] = {}
         self._look()
@@ -100,7 +100,7 @@ class _Todo:
 class _Progress:
     """A bar with tokens per second. Without a console, nothing."""
 
-    def __init__(self, plan: Plan, todo: _Todo, console: Console | None) -> None:
+    def __init__(self, plan: TokenizePlan, todo: _Todo, console: Console | None) -> None:
         self._limit, self._todo, self._began = plan.settings.tokens, todo, time.monotonic()
         self._before, self._tokens_before = todo.done_bytes(), todo.done_tokens()
         self._chars = self._tokens = 0
@@ -144,7 +144,7 @@ class _Progress:
         self._bar.update(self._task, completed=done, rate=rate)
 
 
-def _in_processes(plan: Plan, work: Unfinished, todo: _Todo, processes: int, progress: _Progress) -> None:
+def _in_processes(plan: TokenizePlan, work: Unfinished, todo: _Todo, processes: int, progress: _Progress) -> None:
     context = multiprocessing.get_context("spawn")
     shared = context.Array("q", 3)  # characters, tokens, whether to stop
     pool = ProcessPoolExecutor(processes, context, _begin, (plan, work, shared))
@@ -175,7 +175,7 @@ _work: dict[str, Any] = {}
 """What `_begin` gave to a process that tokenizes."""
 
 
-def _begin(plan: Plan, work: Unfinished, shared: Any) -> None:
+def _begin(plan: TokenizePlan, work: Unfinished, shared: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process is interrupted, and says so here
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core
     threading.Thread(target=_end_with_parent, daemon=True).start()

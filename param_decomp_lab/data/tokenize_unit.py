@@ -11,8 +11,16 @@ import numpy as np
 from jaxtyping import Int32
 
 from param_decomp_lab.data.meta import NAMED, NOTHING_SKIPPED, Skipped, Split
-from param_decomp_lab.data.pieces import Cut, Document, Piece, choose_by_hash, choose_exactly, cut, split_pieces
-from param_decomp_lab.data.plan import Plan, Settings, Unit
+from param_decomp_lab.data.pieces import (
+    Document,
+    DocumentPart,
+    TextPiece,
+    choose_by_hash,
+    choose_exactly,
+    split_documents,
+    split_pieces,
+)
+from param_decomp_lab.data.plan import Settings, TokenizePlan, Unit
 from param_decomp_lab.data.records import BadRecord
 from param_decomp_lab.data.token_writer import TokenWriter, Written, before_document
 from param_decomp_lab.data.tokenizers import LARGEST_ID, Tokenizer
@@ -79,7 +87,9 @@ class UnitRecord:
             return cls(int(arrays["documents"]), written, skipped)
 
 
-def tokenize_unit(plan: Plan, tokenizer: Tokenizer | None, number: int, folder: Path, report: Report) -> UnitRecord:
+def tokenize_unit(
+    plan: TokenizePlan, tokenizer: Tokenizer | None, number: int, folder: Path, report: Report
+) -> UnitRecord:
     """Writes the shards of unit ``number`` into ``folder/train`` and ``folder/eval``. Raises UserError for text that
     cannot be read, and what ``report`` raises; shards that are written by then are replaced the next time."""
     unit, settings = plan.units[number], plan.settings
@@ -118,7 +128,7 @@ def tokenize_unit(plan: Plan, tokenizer: Tokenizer | None, number: int, folder: 
         raise
 
 
-def training_text(plan: Plan) -> Iterator[str]:
+def training_text(plan: TokenizePlan) -> Iterator[str]:
     """The text of the training split, in order and in pieces. Raises as `tokenize_unit`."""
     for unit in plan.units:
         for piece in _chosen(plan, unit, _Documents(unit, plan.settings)):
@@ -163,15 +173,15 @@ class _Documents:
         return Document(document.source, ids[:seq_len])
 
 
-def _chosen(plan: Plan, unit: Unit, documents: Iterable[Document]) -> Iterator[Piece]:
+def _chosen(plan: TokenizePlan, unit: Unit, documents: Iterable[Document]) -> Iterator[TextPiece]:
     """The pieces of a unit with their splits. Where it is the only unit and fits in memory, exactly its share is held
     out: few pieces may all have a hash on one side."""
-    settings, cuts = plan.settings, cut(documents)
+    settings, cuts = plan.settings, split_documents(documents)
     if unit.role != "by hash":
         role: Split = unit.role
         return split_pieces(cuts, lambda _: role)
     if len(plan.units) == 1:
-        held: list[Cut] = []
+        held: list[DocumentPart] = []
         size = 0
         while size <= EXACT_CHARS:
             piece = next(cuts, None)
@@ -184,7 +194,7 @@ def _chosen(plan: Plan, unit: Unit, documents: Iterable[Document]) -> Iterator[P
     return split_pieces(cuts, choose_by_hash(settings.eval_fraction, settings.seed))
 
 
-def _encoded(tokenizer: Tokenizer | None, batch: Sequence[Piece]) -> Sequence[Int32[np.ndarray, "n"]]:
+def _encoded(tokenizer: Tokenizer | None, batch: Sequence[TextPiece]) -> Sequence[Int32[np.ndarray, "n"]]:
     """The token ids of each piece."""
     texts = [piece.content for piece in batch if isinstance(piece.content, str)]
     if texts:
@@ -193,9 +203,9 @@ def _encoded(tokenizer: Tokenizer | None, batch: Sequence[Piece]) -> Sequence[In
     return [piece.content for piece in batch if isinstance(piece.content, np.ndarray)]
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
     """Pieces that are encoded together."""
-    batch: list[Piece] = []
+    batch: list[TextPiece] = []
     size = 0
     for piece in pieces:
         batch.append(piece)

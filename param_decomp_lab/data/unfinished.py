@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.data.meta import META_FILE, SPLITS
-from param_decomp_lab.data.plan import Plan
+from param_decomp_lab.data.plan import TokenizePlan
 from param_decomp_lab.data.tokenize_unit import UnitRecord
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import explain_writing, not_written, put_in_place, refuse_existing
@@ -66,7 +66,7 @@ class Unfinished:
 
 
 @contextmanager
-def unfinished(out: Path, plan: Plan, part: tuple[int, int] | None, *, overwrite: bool) -> Iterator[Unfinished]:
+def unfinished(out: Path, plan: TokenizePlan, part: tuple[int, int] | None, *, overwrite: bool) -> Iterator[Unfinished]:
     """The work on ``out``, begun or gone on with. ``part``: number and count of the job, where several do the work.
 
     What was done stays when the block fails, unless that is nothing that is worth keeping. Raises UserError where
@@ -86,7 +86,7 @@ def unfinished(out: Path, plan: Plan, part: tuple[int, int] | None, *, overwrite
 
 
 @contextmanager
-def _locked(found: Unfinished, plan: Plan, part: tuple[int, int] | None, *, overwrite: bool) -> Iterator[None]:
+def _locked(found: Unfinished, plan: TokenizePlan, part: tuple[int, int] | None, *, overwrite: bool) -> Iterator[None]:
     """Excludes jobs that do the same units, and has the plan in the folder."""
     while True:
         try:
@@ -122,7 +122,7 @@ def _locked(found: Unfinished, plan: Plan, part: tuple[int, int] | None, *, over
                 return
 
 
-def _has_plan(found: Unfinished, plan: Plan, *, overwrite: bool) -> bool:
+def _has_plan(found: Unfinished, plan: TokenizePlan, *, overwrite: bool) -> bool:
     """Whether the folder has been begun with this plan, now if not before. False for what is to be given up: another
     plan's work, or what was left when the shards had been put in place. Raises UserError for another plan with work
     done, unless ``overwrite``."""

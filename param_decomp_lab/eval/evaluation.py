@@ -48,7 +48,7 @@ class EvaluationStopped(Exception):
     """The run was asked to stop during an evaluation."""
 
 
-class Measured(NamedTuple):
+class Measurements(NamedTuple):
     """An evaluation's numbers by key, and the means over its batches of what each metric measured."""
 
     row: dict[str, float]
@@ -182,7 +182,7 @@ class Evaluation:
             return self._settings.slow_on_first_step
         return step % self._settings.slow_every == 0 or step == total
 
-    def fast(self, state: State, weights: Weights, step: int, stop: Callable[[], bool]) -> Measured:
+    def fast(self, state: State, weights: Weights, step: int, stop: Callable[[], bool]) -> Measurements:
         """`eval/*` metrics of the state after ``step`` steps, as means over the batches.
 
         Raises EvaluationStopped if ``stop`` returns True.
@@ -202,7 +202,9 @@ class Evaluation:
         measured = _means(per_batch, self._kinds, snapshot)
         return measured if self._probe is None else measured._replace(row=measured.row | snapshot.probed.tms_numbers)
 
-    def slow(self, state: State, weights: Weights, step: int, measured: Measured, stop: Callable[[], bool]) -> Measured:
+    def slow(
+        self, state: State, weights: Weights, step: int, measured: Measurements, stop: Callable[[], bool]
+    ) -> Measurements:
         """``measured``, what `fast` found of this state, with what is measured at the interval of figures.
 
         Raises EvaluationStopped if ``stop`` returns True.
@@ -216,7 +218,7 @@ class Evaluation:
             for number, inputs in enumerate(self.batches(stop))
         ]
         found = _means(per_batch, self._slow_kinds, self._snapshot(seen, weights, stop))
-        return Measured(measured.row | found.row, [*measured.means, *found.means])
+        return Measurements(measured.row | found.row, [*measured.means, *found.means])
 
     def _snapshot(self, state: State, weights: Weights, stop: Callable[[], bool]) -> Snapshot:
         def site_notes(snapshot: Snapshot) -> dict[str, str]:
@@ -264,7 +266,7 @@ class Evaluation:
         state: State,
         weights: Weights,
         step: int,
-        measured: Measured,
+        measured: Measurements,
         folder: Path | None,
         stop: Callable[[], bool],
     ) -> dict[str, Path]:
@@ -303,14 +305,14 @@ def _by_kind(metrics: Sequence[Metric]) -> list[list[Metric]]:
     return [alike for alike in by_kind if alike]
 
 
-def _means(per_batch: list[dict[str, Any]], kinds: list[list[Metric]], snapshot: Snapshot) -> Measured:
+def _means(per_batch: list[dict[str, Any]], kinds: list[list[Metric]], snapshot: Snapshot) -> Measurements:
     """What was measured of each batch, as means over the batches."""
     means = jax.tree.map(lambda *values: np.mean(values, axis=0), *per_batch)
     row = {f"eval/{k}": float(v) for k, v in means["losses"].items() if k != "loss/total"}
     of_metrics = [mean for own in means["kinds"] for mean in own]
     for metric, mean in zip((metric for alike in kinds for metric in alike), of_metrics, strict=True):
         row |= metric.row(mean, snapshot)
-    return Measured(row, of_metrics)
+    return Measurements(row, of_metrics)
 
 
 def _shared(settings: Iterable[Setting | None]) -> Setting | None:

@@ -28,7 +28,7 @@ MOST = 4096
 the report."""
 
 
-class Examples(NamedTuple):
+class ChosenExamples(NamedTuple):
     """The components chosen of each site, and what they do on the evaluation's rows."""
 
     chosen: dict[str, Int[np.ndarray, "n"]]
@@ -48,7 +48,7 @@ def find_examples(
     batches: Iterable[Array],
     statistics: Statistics,
     mesh: Mesh,
-) -> Examples:
+) -> ChosenExamples:
     """Logits of each site's few components of largest mean λ. Every process of a run takes part."""
     sites = problem.target.sites
     n_components = n_shown(len(sites.all))
@@ -62,13 +62,13 @@ def find_examples(
     per_batch = [jax.device_get(jitted(state.learned, weights, inputs)) for inputs in batches]
     tokens = np.concatenate([tokens for tokens, _ in per_batch])
     per_site = [sites.unstack(logits) for _, logits in per_batch]
-    return Examples(chosen, tokens, {s.name: np.concatenate([x[s.name] for x in per_site]) for s in sites.all})
+    return ChosenExamples(chosen, tokens, {s.name: np.concatenate([x[s.name] for x in per_site]) for s in sites.all})
 
 
 def write_examples(
     run_folder: Path,
     problem: Problem,
-    examples: Examples,
+    examples: ChosenExamples,
     statistics: Statistics,
     text: TokenText,
     n_examples: int = 6,

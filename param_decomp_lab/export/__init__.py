@@ -16,7 +16,7 @@ from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.export.checkpoint_arrays import CheckpointArrays
 from param_decomp_lab.export.safetensors_writer import INDEX_FILE, Slot, lay_out, map_tensor
-from param_decomp_lab.export.tensors import Piece, pieces
+from param_decomp_lab.export.tensors import TensorPiece, pieces
 from param_decomp_lab.folders import DISK_ERRORS, new_folder
 from param_decomp_lab.runs.checkpoints.store import Checkpoints, flatten
 from param_decomp_lab.runs.load import FoundCheckpoint, find_checkpoint
@@ -84,7 +84,7 @@ def _order(found: FoundCheckpoint, name: str) -> tuple[int, int, str]:
 
 
 def _copy(
-    arrays: CheckpointArrays, name: str, array_pieces: list[Piece], folder: Path, slots: Mapping[str, Slot]
+    arrays: CheckpointArrays, name: str, array_pieces: list[TensorPiece], folder: Path, slots: Mapping[str, Slot]
 ) -> None:
     places = {piece.name: map_tensor(folder, slots[piece.name]) for piece in array_pieces}
     for part, values in arrays.chunks(name):

@@ -11,7 +11,7 @@ BLOCKS = "blocks"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A tensor that is a part of an array of the checkpoint: its ``row`` on the first axis (of experts, on the first
     two), or all of it (None)."""
 
@@ -25,7 +25,7 @@ class Piece:
         return () if self.row is None else (self.row,) if isinstance(self.row, int) else self.row
 
 
-def pieces(sites: Sites, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
+def pieces(sites: Sites, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, list[TensorPiece]]:
     """By name of an array of the item ``learned`` (``arrays``: their shapes): the tensors it is taken apart into.
 
     A site that is tied to another (T4) gets tensors of its own, which are the other's, transposed and swapped.
@@ -33,25 +33,25 @@ def pieces(sites: Sites, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, lis
     stacks = {stack.name: [sites.all[n].name for n in stack.sites] for stack in sites.stacks}
     rows = {stack.name: (stack.rows(), len(stack.lead)) for stack in sites.stacks}
     tied = {first: second for second, first in sites.views.items()}
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[TensorPiece]] = {}
     for name, shape in arrays.items():
         kind, *path = _without_readout(name.split("/"))
         stack = next((part for part in path if part in stacks), None)
         if stack is not None:
             places, n_lead = rows[stack]
             named = [(row, _named(kind, path, stack, site)) for row, site in zip(places, stacks[stack], strict=True)]
-            found[name] = [Piece(tensor, shape[n_lead:], row) for row, tensor in named]
+            found[name] = [TensorPiece(tensor, shape[n_lead:], row) for row, tensor in named]
             if kind == "components" and stack in tied:
                 other = "U" if path[-1] == "V" else "V"
                 (site,) = stacks[tied[stack]]
-                found[name].append(Piece(f"components.{site}.{other}", shape[:0:-1], 0, transposed=True))
+                found[name].append(TensorPiece(f"components.{site}.{other}", shape[:0:-1], 0, transposed=True))
         elif path[1:] == ["rows", TAPS]:
-            found[name] = [Piece(f"{kind}.{path[0]}.{TAPS}.{n}.W", shape[1:], n) for n in range(shape[0])]
+            found[name] = [TensorPiece(f"{kind}.{path[0]}.{TAPS}.{n}.W", shape[1:], n) for n in range(shape[0])]
         elif path[0] == BLOCKS:
             rest = ".".join(path[1:])
-            found[name] = [Piece(f"{kind}.{BLOCKS}.{n}.{rest}", shape[1:], n) for n in range(shape[0])]
+            found[name] = [TensorPiece(f"{kind}.{BLOCKS}.{n}.{rest}", shape[1:], n) for n in range(shape[0])]
         else:
-            found[name] = [Piece(".".join((kind, *path)), shape)]
+            found[name] = [TensorPiece(".".join((kind, *path)), shape)]
     return found
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.graph import Edge, Graph, Node, Optimized, Shares
 from param_decomp_lab.graph.incoming import Incoming
-from param_decomp_lab.graph.influence import Pruned, Rows, influence, prune
+from param_decomp_lab.graph.influence import IncomingEdges, Pruned, influence, prune
 
 Progress = Callable[[int, float], None]
 """Told the number of components followed, and the share of influence that ends in others."""
@@ -97,7 +97,7 @@ def build_graph(
     leads_nowhere = np.asarray([site.lookup for site in incoming.sites.all])[sites]  # what reads tokens alone
     n = len(incoming.firing)
     while True:
-        rows = Rows(np.concatenate(weights), followed, sites[followed], chosen)
+        rows = IncomingEdges(np.concatenate(weights), followed, sites[followed], chosen)
         shares = rows.shares
         values = influence(shares, followed, sites[followed], chosen)
         waiting = values[:n].copy()
@@ -158,7 +158,7 @@ def _ends(
     incoming: Incoming,
     shares: np.ndarray,
     values: Float[np.ndarray, " N"],
-    rows: Rows,
+    rows: IncomingEdges,
     deltas: Float[np.ndarray, "R r"],
     not_followed: float,
 ) -> dict[str, float]:
@@ -188,7 +188,7 @@ def _assemble(
     incoming: Incoming,
     prompt: Prompt,
     request: GraphRequest,
-    rows: Rows,
+    rows: IncomingEdges,
     values: Float[np.ndarray, " N"],
     kept: Pruned,
     ends: dict[str, float],
@@ -218,7 +218,7 @@ def _assemble(
 
 
 def _node(incoming: Incoming, prompt: Prompt, node: int, value: float) -> Node:
-    """``node``: its number in the order of the `Layout`."""
+    """``node``: its number in the `SourceOrder`."""
     firing, layout = incoming.firing, incoming.layout
     names = [site.name for site in incoming.sites.all]
     if node < layout.components:

@@ -26,7 +26,7 @@ MOST_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Layout:
+class SourceOrder:
     """The sources of a graph in one order: components that fire, rests, embeddings, biases. ``rest_site``,
     ``rest_position``: of each rest; those of an expert's slots are of the expert's site."""
 
@@ -42,7 +42,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class IncomingEdges:
-    """Weights of all sources, in the order of a `Layout`; ``delta``: the part of each rest that is the delta's."""
+    """Weights of all sources, in the order of a `SourceOrder`; ``delta``: the part of each rest that is the delta's."""
 
     weights: Float[np.ndarray, "K N"]
     delta: Float[np.ndarray, "K r"]
@@ -77,10 +77,10 @@ class Incoming:
                 self.problem, opened.learned.components, opened.weights, inputs, self._tables
             )
         self.layout = self._lay_out(on_host)
-        held = sum(x.size * x.dtype.itemsize for x in self._cut.held.values())
+        held = sum(x.size * x.dtype.itemsize for x in self._cut.outputs.values())
         self.at_once = int(np.clip(GRADIENT_BYTES // max(held, 1), 1, MOST_AT_ONCE))
 
-    def _lay_out(self, chosen: dict[str, np.ndarray]) -> Layout:
+    def _lay_out(self, chosen: dict[str, np.ndarray]) -> SourceOrder:
         sites, positions = [], []
         for stack in self.sites.stacks:
             layers, rows = self._tables[stack.name].number.shape[:2]
@@ -101,7 +101,7 @@ class Incoming:
             embeddings = cut.embeddings.shape[0]
         elif cut.entry is not None:
             embeddings = cut.entry.shape[1]
-        return Layout(len(self.firing), np.concatenate(sites), np.concatenate(positions), embeddings)
+        return SourceOrder(len(self.firing), np.concatenate(sites), np.concatenate(positions), embeddings)
 
     def of_components(self, nodes: Int[np.ndarray, " K"]) -> IncomingEdges:
         """Edges into some of the components that fire."""

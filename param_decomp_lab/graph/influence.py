@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 
 @dataclass(frozen=True)
-class Rows:
+class IncomingEdges:
     """Incoming edges of the outputs and of some nodes, over all N nodes: A of E6, with the signed weights beside.
 
     ``node``: of each row after those of the outputs, the node it belongs to; ``order``: of that node, a number that
@@ -70,7 +70,7 @@ def largest(values: Float[np.ndarray, " N"], share: float, most: int | None = No
 
 
 def prune(
-    rows: Rows,
+    rows: IncomingEdges,
     values: Float[np.ndarray, " N"],
     nodes_share: float,
     edges_share: float,
@@ -100,7 +100,7 @@ def prune(
     )
 
 
-def _leads_to_an_output(edges: Int[np.ndarray, "e 2"], rows: Rows) -> Bool[np.ndarray, " e"]:
+def _leads_to_an_output(edges: Int[np.ndarray, "e 2"], rows: IncomingEdges) -> Bool[np.ndarray, " e"]:
     """Whether what each edge leads to has a way to an output."""
     n_outputs = len(rows.probability)
     reached = np.zeros(rows.weights.shape[1], bool)

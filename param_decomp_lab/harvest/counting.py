@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, Int64
 
 from param_decomp_lab.harvest import keys
 from param_decomp_lab.harvest.device import SiteSums
-from param_decomp_lab.harvest.files.plan import Plan
+from param_decomp_lab.harvest.files.plan import HarvestPlan
 from param_decomp_lab.harvest.firings import Firings, Tables
 from param_decomp_lab.harvest.inputs import Inputs
 from param_decomp_lab.harvest.positions import BlockPositions, choose_positions
@@ -26,7 +26,7 @@ class SiteBlock(NamedTuple):
 class BlockCounter:
     """Adds blocks to ``state``."""
 
-    def __init__(self, plan: Plan, state: HarvestState) -> None:
+    def __init__(self, plan: HarvestPlan, state: HarvestState) -> None:
         self.plan, self.state = plan, state
         self._streams = [keys.stream(plan.seed, purpose) for purpose in (keys.POSITIONS, keys.FIRINGS)]
         self._component_keys = [

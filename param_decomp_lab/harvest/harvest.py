@@ -25,7 +25,7 @@ from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.folders import is_of_the_disk, not_written
 from param_decomp_lab.harvest.counting import BlockCounter, SiteBlock
 from param_decomp_lab.harvest.device import BatchValues, SiteSums, SiteValues, batch_values
-from param_decomp_lab.harvest.files.plan import HARVESTS, Plan
+from param_decomp_lab.harvest.files.plan import HARVESTS, HarvestPlan
 from param_decomp_lab.harvest.files.tables import PLAN_FILE
 from param_decomp_lab.harvest.firings import find_firings
 from param_decomp_lab.harvest.plan import HarvestRequest, Source, as_inputs, make_plan
@@ -131,7 +131,7 @@ def _watched(folder: Path) -> Iterator[Callable[[], None]]:
 class Harvester:
     """Runs the blocks of one process."""
 
-    def __init__(self, run: OpenedRun, plan: Plan, source: Source, state: HarvestState) -> None:
+    def __init__(self, run: OpenedRun, plan: HarvestPlan, source: Source, state: HarvestState) -> None:
         self._run, self._plan, self._source, self._state = run, plan, source, state
         self._counter = BlockCounter(plan, state)
         self._names = tuple(site.name for site in plan.sites)
@@ -211,7 +211,7 @@ def _process_folders(work: Path) -> list[Path]:
     return sorted(work.glob("process-*"))
 
 
-def _wait_for_others(plan: Plan, work: Path, report: Callable[[int], None], stop: Callable[[], bool]) -> bool:
+def _wait_for_others(plan: HarvestPlan, work: Path, report: Callable[[int], None], stop: Callable[[], bool]) -> bool:
     """Waits until all blocks are done; False where it was stopped. Raises CannotWrite where another process ended."""
     while True:
         folders = _process_folders(work)
@@ -231,7 +231,7 @@ def _wait_for_others(plan: Plan, work: Path, report: Callable[[int], None], stop
 
 
 @contextmanager
-def _progress(console: Console, plan: Plan, share: Share) -> Iterator[Callable[[int], None]]:
+def _progress(console: Console, plan: HarvestPlan, share: Share) -> Iterator[Callable[[int], None]]:
     """Shows how many positions are done and how fast: a bar on a terminal, else a line each half minute."""
     per_block = plan.block_rows * plan.length
     whose = f"process {share.number} of {share.count}: " if share.count > 1 else ""

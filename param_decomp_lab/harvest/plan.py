@@ -17,7 +17,7 @@ from param_decomp_lab.data.row_range import TokenRows
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.examples import AROUND
-from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
+from param_decomp_lab.harvest.files.plan import HarvestPlan, PlannedSite
 from param_decomp_lab.harvest.inputs import Inputs
 from param_decomp_lab.runs.opened import OpenedRun
 from param_decomp_lab.setup.toys import HARVEST, feature_source
@@ -76,7 +76,7 @@ class Source:
         """Rows of the data, a uniform sample in ascending order."""
         return np.sort(epoch_order(self._request.seed, 0, self.available)[: self.rows])
 
-    def block(self, plan: Plan, number: int) -> np.ndarray:
+    def block(self, plan: HarvestPlan, number: int) -> np.ndarray:
         """The inputs of a block as the target reads them: ``block_rows`` rows, the first ones again if it has fewer."""
         rows = np.asarray(plan.rows_of_block(number))
         if self.kind == "features":
@@ -84,7 +84,7 @@ class Source:
         filled = np.concatenate([rows, np.full(plan.block_rows - len(rows), rows[0])])
         return self._data.rows(self._chosen[filled])
 
-    def _features(self, plan: Plan, number: int) -> Float32[np.ndarray, "rows n"]:
+    def _features(self, plan: HarvestPlan, number: int) -> Float32[np.ndarray, "rows n"]:
         method, reads = self._run.config.method, self._run.architecture.inputs
         assert isinstance(method, ToyFile)
         assert isinstance(reads, FeatureInputs)
@@ -93,12 +93,12 @@ class Source:
             return np.asarray(replace(source, seed=self._request.seed)(number))
 
 
-def as_inputs(plan: Plan, block: np.ndarray) -> Inputs:
+def as_inputs(plan: HarvestPlan, block: np.ndarray) -> Inputs:
     """A block of the source as it is counted, without the rows that only fill it up."""
     return Inputs(tokens=block.ravel()) if plan.inputs == "tokens" else Inputs(features=block)
 
 
-def make_plan(run: OpenedRun, request: HarvestRequest, source: Source) -> Plan:
+def make_plan(run: OpenedRun, request: HarvestRequest, source: Source) -> HarvestPlan:
     """Raises UserError for what cannot be harvested."""
     names = chosen_sites(run.sites, request.sites)
     sites = tuple(
@@ -110,7 +110,7 @@ def make_plan(run: OpenedRun, request: HarvestRequest, source: Source) -> Plan:
     block_rows = max(1, min(MOST_ROWS if source.length > 1 else 4096, VALUES_OF_A_BLOCK // (source.length * C)))
     block_rows = min(block_rows, source.rows)
     n_blocks = math.ceil(source.rows / block_rows)
-    return Plan(
+    return HarvestPlan(
         run=run.id,
         step=run.step,
         data=source.name,

@@ -20,7 +20,7 @@ from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_lab.folders import new_folder
 from param_decomp_lab.harvest import keys
 from param_decomp_lab.harvest.examples import EMPTY, Examples, Kind, place_in_group
-from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
+from param_decomp_lab.harvest.files.plan import HarvestPlan, PlannedSite
 from param_decomp_lab.harvest.files.tables import (
     FIRINGS_FILE,
     GROUPS,
@@ -51,7 +51,7 @@ LOW = np.uint64(32)
 """Bits of the lower number of a pair."""
 
 
-def publish(run: OpenedRun, plan: Plan, source: Source, state: HarvestState, out: Path) -> None:
+def publish(run: OpenedRun, plan: HarvestPlan, source: Source, state: HarvestState, out: Path) -> None:
     """Writes all tables and renames the folder to ``out``. Raises UserError and CannotWrite as `new_folder` does.
 
     ``state`` is emptied on the way, since writing takes memory too.
@@ -75,7 +75,7 @@ def publish(run: OpenedRun, plan: Plan, source: Source, state: HarvestState, out
         (folder / PLAN_FILE).write_text(json.dumps(asdict(plan), indent=1) + "\n")
 
 
-def _write_rows(plan: Plan, source: Source, folder: Path) -> np.ndarray:
+def _write_rows(plan: HarvestPlan, source: Source, folder: Path) -> np.ndarray:
     """Writes the inputs themselves; returns how often each occurs."""
     totals = np.zeros(plan.n_inputs, np.int64)
     kind = pa.int32() if plan.inputs == "tokens" else pa.float32()
@@ -181,7 +181,7 @@ def _engine(folder: Path, totals: np.ndarray) -> Iterator[duckdb.DuckDBPyConnect
 def write_tokens(
     engine: duckdb.DuckDBPyConnection,
     files: Sequence[Path],
-    plan: Plan,
+    plan: HarvestPlan,
     number: int,
     state: SiteState,
     totals: np.ndarray,
@@ -296,7 +296,7 @@ def _lens(run: OpenedRun, site: PlannedSite) -> Any:
     return lens
 
 
-def write_positions(plan: Plan, state: HarvestState, folder: Path) -> None:
+def write_positions(plan: HarvestPlan, state: HarvestState, folder: Path) -> None:
     """The sampled positions in random order, and what fires there: by position, and by component.
 
     Components are numbered through the sites. The lists are arrays on disk of which a reader maps what it needs.

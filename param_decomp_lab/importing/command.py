@@ -16,10 +16,10 @@ from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.importing.run_files import RunFiles, find_run_files
 from param_decomp_lab.importing.settings import Translated, translate
 from param_decomp_lab.importing.target import find_target
-from param_decomp_lab.importing.tensors import Layout, paths_of_sites, todays_name
+from param_decomp_lab.importing.tensors import CheckpointLayout, paths_of_sites, todays_name
 from param_decomp_lab.runs.checkpoints.store import Checkpoints
 from param_decomp_lab.runs.folder import begin_run_folder
-from param_decomp_lab.runs.imported import IMPORTED_FILE, Imported
+from param_decomp_lab.runs.imported import IMPORTED_FILE, ImportOrigin
 from param_decomp_lab.runs.metrics_file import METRICS_FILE
 from param_decomp_lab.runs.target_file import write_target
 from param_decomp_lab.safe_io.printable import first_few
@@ -32,7 +32,7 @@ from param_decomp_lab.weights.torch_models import strip_wrappers
 
 @dataclass(frozen=True)
 class Made:
-    imported: Imported
+    imported: ImportOrigin
     problem: Problem
 
     def describe(self) -> str:
@@ -71,7 +71,7 @@ def import_run(
     layout.check(state, str(files.checkpoint))
     with files.checkpoint.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    imported = Imported(
+    imported = ImportOrigin(
         files.source, files.step, files.checkpoint.name, digest, files.configuration.name, found.origin,
         translated.left_out,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def _config(translated: Translated, files: RunFiles, out: Path) -> RunConfig:
     return RunConfig.from_mapping({"wrapper": wrapper, "torch": translated.method}, str(files.configuration))
 
 
-def _layout(problem: Problem, paths: dict[str, str], files: RunFiles) -> Layout:
+def _layout(problem: Problem, paths: dict[str, str], files: RunFiles) -> CheckpointLayout:
     """Where the arrays lie. UserError unless the sites are the checkpoint's, and have a counterpart here."""
     sites, config, errors = problem.target.sites, problem.decomposition.ci, Errors()
     with errors:
@@ -116,7 +116,7 @@ def _layout(problem: Problem, paths: dict[str, str], files: RunFiles) -> Layout:
         if later := _options_it_lacked(config):
             raise UserError(f"pd.ci_config: the PyTorch project had no {', '.join(later)}; leave that out")
     errors.raise_all()
-    return Layout(sites, config, paths)
+    return CheckpointLayout(sites, config, paths)
 
 
 def _options_it_lacked(config: CIConfig) -> list[str]:

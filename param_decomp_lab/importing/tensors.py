@@ -62,7 +62,7 @@ def _site_name(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """Where the arrays of a decomposition lie in a checkpoint. ``paths``: of `paths_of_sites`, of all ``sites``."""
 
     sites: Sites

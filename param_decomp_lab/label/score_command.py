@@ -40,7 +40,7 @@ def kinds_named(names: Sequence[str]) -> tuple[Kind, ...]:
 
 
 @dataclass(frozen=True)
-class Job:
+class ScoreJob:
     """A score that is asked for. ``is_known``: it is there already."""
 
     kind: Kind
@@ -51,7 +51,7 @@ class Job:
 
 def find_jobs(
     run: LabelledRun, endpoint: Endpoint, request: Request, wanted: ScoreRequest, draws: Draws
-) -> Iterator[Job]:
+) -> Iterator[ScoreJob]:
     labels = {site: run.labels.of_site(site) for site in run.harvest.sites}
     known = {kind: run.scores.by_judge(kind, endpoint.model, draws.name) for kind in wanted.kinds}
     needs_label = set(wanted.kinds) != {"intruder"}
@@ -66,7 +66,7 @@ def find_jobs(
             before = known[kind].get(component)
             same = before is not None and before.label == judged
             is_known = same and not (before is not None and before.unanswered and request.retry_failed)
-            yield Job(kind, component, judged, is_known)
+            yield ScoreJob(kind, component, judged, is_known)
     if needs_label and n == 0:
         raise UserError(
             f"none of the chosen components of {run.harvest.folder} has a label; label them first (pd label RUN), or "
@@ -81,9 +81,9 @@ def score(
     draws = Draws(run.texts, wanted.seed, wanted.texts)
     jobs = list(find_jobs(run, endpoint, request, wanted, draws))
     todo = [job for job in jobs if not job.is_known]
-    truths: dict[int, tuple[Job, Truth]] = {}
-    tallies: dict[Job, Tally] = {}
-    missing: dict[Job, int] = {}
+    truths: dict[int, tuple[ScoreJob, Truth]] = {}
+    tallies: dict[ScoreJob, Tally] = {}
+    missing: dict[ScoreJob, int] = {}
 
     def questions(progress: "Progress") -> Iterator[Question]:
         for job in todo:
@@ -95,7 +95,7 @@ def score(
                 truths[id(question)] = job, truth
                 yield question
 
-    def keep(job: Job, progress: "Progress") -> None:
+    def keep(job: ScoreJob, progress: "Progress") -> None:
         tally = tallies.pop(job)
         value, error = tally.score(1 if job.kind == "intruder" else 2)
         run.scores.keep(
@@ -125,7 +125,7 @@ def print_scores(
     endpoint: Endpoint,
     wanted: ScoreRequest,
     draws: Draws,
-    jobs: Sequence[Job],
+    jobs: Sequence[ScoreJob],
     console: Console,
 ) -> None:
     table = plain_table(

@@ -15,18 +15,18 @@ from param_decomp_lab.config import RunConfig, load_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.launch.code_copy import CODE, Code
 from param_decomp_lab.launch.fits import PlannedProbe, all_fit
-from param_decomp_lab.launch.job import Job, check_slurm, script_text, submit
-from param_decomp_lab.launch.layout import NO_GPU, Layout, choose_layout
+from param_decomp_lab.launch.job import SlurmJob, check_slurm, script_text, submit
+from param_decomp_lab.launch.layout import NO_GPU, JobLayout, choose_layout
 from param_decomp_lab.launch.local import commands, free_port, gpus_here, local_layout, run_here
 from param_decomp_lab.launch.prepare import add_code, make_run, record_job
-from param_decomp_lab.launch.sweep import Choice, choices
+from param_decomp_lab.launch.sweep import SweepChoice, choices
 from param_decomp_lab.probe.outline import known_target
 from param_decomp_lab.processes.stop_signal import STOPPED
 from param_decomp_lab.runs.folder import CONFIG_FILE, refuse_taken
 from param_decomp_lab.setup.resolved import ResolvedConfig
 from param_decomp_lab.ui.warnings import print_warnings
 
-NO_CHOICE = Choice()
+NO_CHOICE = SweepChoice()
 SCRIPT = "job.sbatch"
 DOES_NOT_FIT = 3
 
@@ -55,14 +55,14 @@ class PlannedRun:
 
     config: RunConfig
     folder: Path
-    choice: Choice = NO_CHOICE
+    choice: SweepChoice = NO_CHOICE
     exists: bool = False
 
     def __str__(self) -> str:
         return f"{self.folder} {self.choice}".rstrip()
 
 
-def launch_job(request: Launch, job: Job, console: Console, *, probe: bool, anyway: bool, dry: bool) -> int:
+def launch_job(request: Launch, job: SlurmJob, console: Console, *, probe: bool, anyway: bool, dry: bool) -> int:
     """Submits the runs as one job and returns the exit status.
 
     ``anyway``: submit whatever the probe finds. ``dry``: only print the batch script.
@@ -190,7 +190,7 @@ def _code(request: Launch) -> Code:
     return code
 
 
-def _common_layout(layouts: Sequence[Layout]) -> Layout:
+def _common_layout(layouts: Sequence[JobLayout]) -> JobLayout:
     if len(set(layouts)) > 1:
         raise UserError("--sweep: all runs must use the same number of nodes and GPUs; launch other meshes separately")
     return layouts[0]
@@ -205,7 +205,7 @@ def _script_path(runs: Sequence[PlannedRun]) -> Path:
 
 
 def _create_runs(
-    runs: Sequence[PlannedRun], code: Code, request: Launch, layout: Layout | None, then: Callable[[], str]
+    runs: Sequence[PlannedRun], code: Code, request: Launch, layout: JobLayout | None, then: Callable[[], str]
 ) -> str:
     """Creates the run folders and returns ``then()``; removes the new folders if that fails or is interrupted."""
     new: list[Path] = []
@@ -225,7 +225,7 @@ def _create_runs(
 
 
 def _runs_fit(
-    request: Launch, runs: Sequence[PlannedRun], layout: Layout, console: Console, *, probe: bool, anyway: bool
+    request: Launch, runs: Sequence[PlannedRun], layout: JobLayout, console: Console, *, probe: bool, anyway: bool
 ) -> bool:
     if not probe or not layout.on_gpus or runs[0].exists:
         return True

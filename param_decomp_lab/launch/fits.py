@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from param_decomp_lab.errors import CannotTell, UserError
-from param_decomp_lab.launch.layout import Layout
+from param_decomp_lab.launch.layout import JobLayout
 from param_decomp_lab.probe.subprocess import ProbeOutput, probe_in_subprocess
 from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.ui.warnings import print_warnings
@@ -25,7 +25,7 @@ class PlannedProbe:
     name: str
 
 
-def all_fit(probes: Sequence[PlannedProbe], layout: Layout, gpu: str, console: Console, anyway: bool) -> bool:
+def all_fit(probes: Sequence[PlannedProbe], layout: JobLayout, gpu: str, console: Console, anyway: bool) -> bool:
     """Probes every run and prints the results. False if one does not fit (unless ``anyway``).
 
     UserError if the probe rejects its arguments, CannotTell if it fails (unless ``anyway``).

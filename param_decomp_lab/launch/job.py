@@ -20,7 +20,7 @@ from typing import Any
 import submitit
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.launch.layout import Layout
+from param_decomp_lab.launch.layout import JobLayout
 
 MANAGED = {
     "signal": "--notice", "nodes": "--nodes", "ntasks-per-node": "--gpus-per-node", "array": "--sweep",
@@ -30,7 +30,7 @@ MANAGED = {
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """Options of a Slurm job. ``notice_s``: seconds between the signal to stop and the end; ``more``: other options of
     `sbatch`, None for options without a value."""
 
@@ -62,7 +62,7 @@ def parse_more(texts: Sequence[str]) -> dict[str, str | None]:
     return found
 
 
-def script_text(job: Job, layout: Layout, name: str, runs: Sequence[Path], script: Path) -> str:
+def script_text(job: SlurmJob, layout: JobLayout, name: str, runs: Sequence[Path], script: Path) -> str:
     """The batch script that starts ``runs``, as an array if there are several. ``name``: of the job; ``script``: path
     where it will be saved. UserError for options that a line of the script cannot hold."""
     executor = _Script(script.parent)
@@ -125,7 +125,7 @@ def _is_plain(folder: Path) -> bool:
     return not any(c in "%\\" or unicodedata.category(c) in ("Cc", "Cs") for c in str(folder))
 
 
-def _setup(layout: Layout, runs: Sequence[Path], script: Path, here: Path) -> list[str]:
+def _setup(layout: JobLayout, runs: Sequence[Path], script: Path, here: Path) -> list[str]:
     """Lines of shell that say which run the job starts, and how."""
     # Quoted twice: for this script, and for the shell that the command is given to later.
     quoted = shlex.quote(shlex.quote(str(script)))

@@ -12,7 +12,7 @@ NO_GPU = "none"
 
 
 @dataclass(frozen=True)
-class Layout:
+class JobLayout:
     """``per_node``: tasks per node. ``simulated``: CPU devices that each task simulates; None: one GPU per task."""
 
     nodes: int
@@ -64,7 +64,7 @@ def _threads(devices: int) -> int:
     return max(16, 2 * devices)
 
 
-def choose_layout(config: RunConfig, nodes: int | None, per_node: int | None, gpus: bool) -> Layout:
+def choose_layout(config: RunConfig, nodes: int | None, per_node: int | None, gpus: bool) -> JobLayout:
     """The layout for the mesh of ``config``.
 
     UserError unless the mesh uses all GPUs of all nodes, or divides evenly over the CPU tasks.
@@ -72,7 +72,7 @@ def choose_layout(config: RunConfig, nodes: int | None, per_node: int | None, gp
     mesh = ResolvedConfig(config).mesh
     if gpus:
         each = gpus_per_node_of_mesh(mesh, nodes, per_node)
-        return Layout(mesh.n_devices // each, each, None)
+        return JobLayout(mesh.n_devices // each, each, None)
     nodes, per_node = nodes or 1, per_node or 1
     share, rest = divmod(mesh.n_devices, nodes * per_node)
     if rest or not share:
@@ -81,4 +81,4 @@ def choose_layout(config: RunConfig, nodes: int | None, per_node: int | None, gp
             f"which cannot be divided evenly over {nodes * per_node} tasks; set the mesh (--set mesh.fsdp=…) or the "
             "tasks (--nodes, --gpus-per-node)"
         )
-    return Layout(nodes, per_node, share)
+    return JobLayout(nodes, per_node, share)

@@ -15,14 +15,14 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.launch.code_copy import CODE
 from param_decomp_lab.launch.job import without_job_variables
-from param_decomp_lab.launch.layout import Layout, choose_layout
+from param_decomp_lab.launch.layout import JobLayout, choose_layout
 from param_decomp_lab.processes.stop_signal import STOPPED
 
 GRACE_S = 30.0
 """Seconds that the other processes have to end after one has failed, as with `srun --kill-on-bad-exit`."""
 
 
-def local_layout(config: RunConfig, nodes: int | None, per_node: int | None, available: int) -> Layout:
+def local_layout(config: RunConfig, nodes: int | None, per_node: int | None, available: int) -> JobLayout:
     """One GPU for each process if any are ``available``, else simulated devices.
 
     UserError for too few GPUs or an unsuitable mesh.
@@ -45,7 +45,7 @@ def gpus_here() -> int:
     return int(done.stdout)
 
 
-def commands(run: Path, layout: Layout, port: int) -> list[list[str]]:
+def commands(run: Path, layout: JobLayout, port: int) -> list[list[str]]:
     """Commands of the processes of ``run``, using its copy of the code; process 0 listens at ``port``."""
     command = ["bash", str(run / CODE / "slurm" / "task.sh"), str(run)]
     if layout.tasks == 1:
@@ -54,7 +54,7 @@ def commands(run: Path, layout: Layout, port: int) -> list[list[str]]:
     return [[*command, *address, "--process-id", str(number)] for number in range(layout.tasks)]
 
 
-def run_here(run: Path, layout: Layout) -> int:
+def run_here(run: Path, layout: JobLayout) -> int:
     """Executes the run. Returns the exit status of the first process that failed, 75 after a signal to stop."""
     with _catch_stop_signals() as signals:
         processes = [
@@ -114,7 +114,7 @@ def _signal(process: "subprocess.Popen[bytes]", number: int) -> None:
             os.killpg(process.pid, number)
 
 
-def _environment(layout: Layout, number: int) -> dict[str, str]:
+def _environment(layout: JobLayout, number: int) -> dict[str, str]:
     inherited = without_job_variables(os.environ)
     inherited.pop("PD_PREEMPTED", None)  # set by an enclosing job
     mine = {"PYTHON": sys.executable, **layout.variables(inherited)}

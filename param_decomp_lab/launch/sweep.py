@@ -14,7 +14,7 @@ UNSWEPT = ("run_id", "out_dir")
 
 
 @dataclass(frozen=True)
-class Choice:
+class SweepChoice:
     """The keys and values that one run of a sweep sets."""
 
     values: tuple[tuple[str, Any], ...] = ()
@@ -28,7 +28,7 @@ class Choice:
         return " ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in self.values)
 
 
-def choices(sweeps: Sequence[str], sets: Sequence[str]) -> list[Choice]:
+def choices(sweeps: Sequence[str], sets: Sequence[str]) -> list[SweepChoice]:
     """All combinations of the values in ``sweeps`` (``key=a,b,c``), the last key changing fastest; one empty choice
     without sweeps. ``sets``: assignments that hold for all runs.
 
@@ -45,7 +45,7 @@ def choices(sweeps: Sequence[str], sets: Sequence[str]) -> list[Choice]:
         found[key] = [(key, value) for value in values]
     if found and "run_id" in fixed:
         raise UserError("--set run_id: each run of a sweep gets an id of its own; leave it out")
-    return [Choice(values) for values in itertools.product(*found.values())]
+    return [SweepChoice(values) for values in itertools.product(*found.values())]
 
 
 def _parse(text: str) -> tuple[str, list[Any]]:

@@ -26,7 +26,7 @@ class Fired:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class MatchedPairs:
     """Pairs of components, the most similar first (P5). ``one``, ``other``: their numbers among those that fire.
     ``cos_V``, ``cos_U``: cosines of their V and of their U. ``assigned``: whether the sum of all similarities is as
     large as it can be; if not, the pairs are components that are nearest to each other."""
@@ -43,7 +43,7 @@ class Pairs:
         return self.cos_V * self.cos_U
 
 
-def pairs_of(one: Fired, other: Fired, assigned: bool | None = None) -> Pairs:
+def pairs_of(one: Fired, other: Fired, assigned: bool | None = None) -> MatchedPairs:
     """P5 of the components of two runs at a site. ``assigned``: whether by an assignment; by default if they are not
     too many."""
     assigned = max(one.n, other.n) <= ASSIGNED if assigned is None else assigned
@@ -57,7 +57,7 @@ def pairs_of(one: Fired, other: Fired, assigned: bool | None = None) -> Pairs:
     cos_V = _cosines(one.V.T, rows, other.V.T, columns)
     cos_U = _cosines(one.U, rows, other.U, columns)
     order = np.argsort(-cos_V * cos_U, kind="stable")
-    return Pairs(rows[order], columns[order], cos_V[order], cos_U[order], assigned)
+    return MatchedPairs(rows[order], columns[order], cos_V[order], cos_U[order], assigned)
 
 
 def random_like(one: Fired, other: Fired, seed: int = 0) -> tuple[Fired, Fired]:

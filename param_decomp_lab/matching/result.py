@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Float, Int
 
-from param_decomp_lab.matching.pairs import Pairs
+from param_decomp_lab.matching.pairs import MatchedPairs
 from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.ui.cards import card
 
@@ -41,8 +41,8 @@ class MatchedSite:
 
     @classmethod
     def of(
-        cls, site: str, numbers: tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]], pairs: Pairs, random: Pairs,
-        jaccard: Float[np.ndarray, " k"] | None,
+        cls, site: str, numbers: tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]],
+        pairs: MatchedPairs, random: MatchedPairs, jaccard: Float[np.ndarray, " k"] | None,
     ) -> "MatchedSite":  # fmt: skip
         """``numbers``: of the components that fire in each run, which ``pairs`` counts through."""
         one, other = numbers

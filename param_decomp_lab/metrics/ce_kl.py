@@ -124,7 +124,7 @@ def kl_and_ce(
     import jax.numpy as jnp
 
     from param_decomp_jax.nn.numerics import kl_divergence
-    from param_decomp_jax.sharding.mesh import constrain, cut, uncut
+    from param_decomp_jax.sharding.mesh import constrain, join_blocks, split_blocks
     from param_decomp_jax.sharding.remat import token_blocks
 
     memory = target.memory
@@ -138,7 +138,8 @@ def kl_and_ce(
 
     following = jnp.roll(clean_pass.inputs, -1, axis=1)
     blocks = [
-        constrain(cut(x, 1, n_blocks, "seq"), None, "batch") for x in (clean_pass.forward.output, hidden, following)
+        constrain(split_blocks(x, 1, n_blocks, "seq"), None, "batch")
+        for x in (clean_pass.forward.output, hidden, following)
     ]
-    kl, ce = (uncut(x, 1, "seq") for x in jax.lax.map(of_block, tuple(blocks)))
+    kl, ce = (join_blocks(x, 1, "seq") for x in jax.lax.map(of_block, tuple(blocks)))
     return jnp.mean(kl), jnp.mean(ce[:, :-1])

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from param_decomp_jax.sharding.memory import INTERMEDIATES, MemoryPolicy
 from param_decomp_jax.targets.architecture import UnsupportedConfig, is_shape
 from param_decomp_jax.targets.base import Weights
-from param_decomp_jax.targets.gpt import Computation, GPTConfig, gpt_logits
+from param_decomp_jax.targets.gpt import GPTComputation, GPTConfig, gpt_logits
 from param_decomp_jax.targets.transformer import language_logits
 from param_decomp_jax.targets.transformer_config import TransformerConfig
 from param_decomp_lab.data.meta import DataMeta
@@ -119,7 +119,7 @@ class GPTModel:
     """``std``: of the initial matrices."""
 
     config: GPTConfig
-    how: Computation
+    how: GPTComputation
     std: float
     spared: tuple[str, ...] = ("norm", "bias")
 
@@ -147,7 +147,7 @@ def language_model(recipe: PretrainRecipe, seq_len: int, vocab_size: int | None)
     """
     dtype = jnp.dtype(recipe.dtype)
     if isinstance(recipe.model, GPTRecipe):
-        how = Computation(dtype, jnp.dtype(recipe.softmax_dtype), recipe.recomputed, recipe.layers)
+        how = GPTComputation(dtype, jnp.dtype(recipe.softmax_dtype), recipe.recomputed, recipe.layers)
         return GPTModel(recipe.model.config(seq_len, vocab_size), how, recipe.model.init_std)
     if vocab_size is None:
         raise UserError("the vocabulary comes from the data; say how large it is")

@@ -11,8 +11,8 @@ from param_decomp_aot.roofline import Latency, Precision, Roofline, Work, latenc
 from param_decomp_aot.scopes import from_package
 from param_decomp_aot.traffic import Sum, traffic
 from param_decomp_lab.probe.cache import cached
-from param_decomp_lab.probe.cards import LATENCIES, Card, Pool
-from param_decomp_lab.probe.measure import Measured, Where, measure
+from param_decomp_lab.probe.cards import LATENCIES, Card, MemoryPool
+from param_decomp_lab.probe.measure import MeasuredProgram, Where, measure
 from param_decomp_lab.probe.subject import STEP, Subject
 
 GIB = 2**30
@@ -53,16 +53,16 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProbeAnswer:
     """``parts``: what was compiled, by name, in the order of a run, for the card as it is. ``unlimited``: the step with
     memory without end, None where that was not asked for. All bytes are of one device."""
 
     subject: Subject
     card: Card
     per_node: int
-    pool: Pool
-    parts: Mapping[str, Measured]
-    unlimited: Measured | None
+    pool: MemoryPool
+    parts: Mapping[str, MeasuredProgram]
+    unlimited: MeasuredProgram | None
     step: Step
 
     @property
@@ -158,7 +158,7 @@ def _latencies() -> Mapping[str, Latency]:
     return latencies(LATENCIES.read_text())
 
 
-def _part(measured: Measured) -> dict[str, Any]:
+def _part(measured: MeasuredProgram) -> dict[str, Any]:
     memory = measured.memory
     sizes = {
         "peak_gib": measured.peak,
@@ -177,15 +177,15 @@ def _part(measured: Measured) -> dict[str, Any]:
 
 
 def compile_parts(
-    subject: Subject, card: Card, where: Where, pool: Pool, on_progress: OnProgress, quick: bool = False
-) -> Answer:
+    subject: Subject, card: Card, where: Where, pool: MemoryPool, on_progress: OnProgress, quick: bool = False
+) -> ProbeAnswer:
     """Compiles what is not in the cache. ``quick``: the step alone, for the card as it is. ``tell``: hears what is
     under way."""
     on_progress(f"compiling the {STEP}")
     step = measure(subject, STEP, where, dump=True)
     on_progress("counting what the step does")
     found = read_step(subject, step, where)
-    parts: dict[str, Measured] = {}
+    parts: dict[str, MeasuredProgram] = {}
     unlimited = None
     for name in subject.phases:
         if name == STEP:
@@ -196,10 +196,10 @@ def compile_parts(
     if not quick:
         on_progress(f"compiling the {STEP} for a card without limit")
         unlimited = measure(subject, STEP, where, limited=False)
-    return Answer(subject, card, where.per_node, pool, parts, unlimited, found)
+    return ProbeAnswer(subject, card, where.per_node, pool, parts, unlimited, found)
 
 
-def read_step(subject: Subject, step: Measured, where: Where) -> Step:
+def read_step(subject: Subject, step: MeasuredProgram, where: Where) -> Step:
     """Reads buffers and traffic from the dump of a measured step, and counts its FLOPs."""
 
     def answer() -> dict[str, Any]:

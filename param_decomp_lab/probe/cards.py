@@ -54,14 +54,14 @@ def find_card(gpu: str) -> Card:
 
 
 @dataclass(frozen=True)
-class Pool:
+class MemoryPool:
     """Bytes of a device's memory: all of it, and what programs can use."""
 
     capacity: int
     usable: int
 
     @classmethod
-    def from_card(cls, card: Card, fraction: float = MEM_FRACTION, margin_gib: float = MARGIN_GIB) -> "Pool":
+    def from_card(cls, card: Card, fraction: float = MEM_FRACTION, margin_gib: float = MARGIN_GIB) -> "MemoryPool":
         """Raises UserError unless 0 < ``fraction`` ≤ 1 and something is left."""
         if not 0 < fraction <= 1:
             raise UserError(f"--mem-fraction {fraction:g}: should be a share of the device's memory, up to 1")

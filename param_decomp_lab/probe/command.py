@@ -14,8 +14,8 @@ from param_decomp_jax.sharding.mesh import MeshShape
 from param_decomp_lab.config import load_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import not_written, write_whole
-from param_decomp_lab.probe.answer import Answer, OnProgress, compile_parts
-from param_decomp_lab.probe.cards import Card, Pool
+from param_decomp_lab.probe.answer import OnProgress, ProbeAnswer, compile_parts
+from param_decomp_lab.probe.cards import Card, MemoryPool
 from param_decomp_lab.probe.compiler import refuse_another_version
 from param_decomp_lab.probe.measure import Where
 from param_decomp_lab.probe.recipe import recipe_subject
@@ -32,11 +32,11 @@ def probe(
     card: Card,
     nodes: int | None,
     per_node: int | None,
-    pool: Pool,
+    pool: MemoryPool,
     cache: Path | None,
     console: Console,
     quick: bool,
-) -> Answer:
+) -> ProbeAnswer:
     """Probes the configuration in ``path``. UserError for invalid arguments."""
     refuse_another_version()
     compile_without_gpus()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from param_decomp_lab.probe.search import Kind, Point
+from param_decomp_lab.probe.search import SearchPoint, Variant
 
 WORTH = 0.005
 """Share of a step's time that a change must save to be one."""
@@ -21,7 +21,7 @@ SPARE = 1.05
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """Something that a layout decides. ``levels``: from the one that needs least memory to the one that needs most,
     each with what it is called (nothing where it is the usual one) and the assignments that make it. ``helps``: terms
     of the roofline that a higher level may reduce. ``ordered``: False where nobody knows which level needs more."""
@@ -38,19 +38,19 @@ class Space:
     ``make``: from the assignments of chosen levels to a kind's settings."""
 
     name: str
-    choices: tuple[Choice, ...]
+    choices: tuple[LayoutChoice, ...]
     begin: tuple[int, ...]
     batch: int
     make: Callable[[Sequence[tuple[str, Any]]], tuple[tuple[str, Any], ...]]
 
-    def kind(self, levels: Sequence[int]) -> Kind:
+    def kind(self, levels: Sequence[int]) -> Variant:
         """What is asked about."""
         chosen = [choice.levels[level] for choice, level in zip(self.choices, levels, strict=True)]
         name = "; ".join(filter(None, (self.name, *(words for words, _ in chosen))))
-        return Kind(name, self.make([pair for _, pairs in chosen for pair in pairs]), (self.batch,))
+        return Variant(name, self.make([pair for _, pairs in chosen for pair in pairs]), (self.batch,))
 
 
-AskAll = Callable[[Sequence[Kind]], list[Point]]
+AskAll = Callable[[Sequence[Variant]], list[SearchPoint]]
 """Asks about several layouts at a time; fewer points than layouts where time is up."""
 Levels = tuple[int, ...]
 
@@ -58,7 +58,7 @@ Levels = tuple[int, ...]
 @dataclass
 class _Search:
     ask_all: AskAll
-    points: dict[tuple[str, Levels], Point] = field(default_factory=dict)
+    points: dict[tuple[str, Levels], SearchPoint] = field(default_factory=dict)
     effects: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict)
     """GiB and seconds that a choice's step from one level to the next adds."""
 
@@ -73,7 +73,7 @@ class _Search:
         point = self.points.get((space.name, levels))
         return point is not None and point.answer is not None
 
-    def at(self, space: Space, levels: Levels) -> Point:
+    def at(self, space: Space, levels: Levels) -> SearchPoint:
         return self.points[space.name, levels]
 
     def fits(self, space: Space, levels: Levels) -> bool:
@@ -101,7 +101,7 @@ class _Search:
         return self.effects.get((name, levels[i], to))
 
 
-def fastest(spaces: Sequence[Space], ask_all: AskAll) -> list[Point]:
+def fastest(spaces: Sequence[Space], ask_all: AskAll) -> list[SearchPoint]:
     """Every point that was asked about, fastest first; see `search.best` for the one to take."""
     search = _Search(ask_all)
     search.ask([(space, space.begin) for space in spaces])
@@ -189,12 +189,12 @@ def _spend_what_is_left(space: Space, search: _Search) -> None:
             return
 
 
-def _can_gain(choice: Choice, terms: Mapping[str, float]) -> float:
+def _can_gain(choice: LayoutChoice, terms: Mapping[str, float]) -> float:
     """Seconds that a higher level could save at most."""
     return sum(seconds for name, seconds in terms.items() if name in choice.helps or not choice.helps)
 
 
-def _others(choice: Choice, level: int, step: int) -> list[int]:
+def _others(choice: LayoutChoice, level: int, step: int) -> list[int]:
     """The next level in this direction; every other one where they have no order."""
     if not choice.ordered:
         return [n for n in range(len(choice.levels)) if n != level]

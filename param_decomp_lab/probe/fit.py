@@ -25,7 +25,7 @@ from param_decomp_lab.probe.compiler import refuse_another_version
 from param_decomp_lab.probe.fastest import Space, fastest
 from param_decomp_lab.probe.frontier import draw, draw_times, points_table, times_table
 from param_decomp_lab.probe.layouts import spaces
-from param_decomp_lab.probe.search import Goal, Kind, Point, best, search
+from param_decomp_lab.probe.search import Goal, SearchPoint, Variant, best, search
 from param_decomp_lab.probe.subject import EVALUATIONS
 from param_decomp_lab.probe.subprocess import probe_in_subprocess
 from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary, sets_mesh
@@ -60,7 +60,7 @@ class FitRequest:
         """Keys that the user has set."""
         return {".".join(override.path) for override in parse_overrides(self.overrides)}
 
-    def sets(self, kind: Kind, batch: int) -> list[str]:
+    def sets(self, kind: Variant, batch: int) -> list[str]:
         """Assignments that make a point of the configuration."""
         given = [*kind.settings, ("pd.batch_size", batch)]
         return [*self.overrides, *(f"{key}={json.dumps(value)}" for key, value in given)]
@@ -70,8 +70,8 @@ class FitRequest:
 class FitResult:
     """``best``: asked about once more with all its parts; None where nothing fits."""
 
-    points: list[Point]
-    best: Point | None
+    points: list[SearchPoint]
+    best: SearchPoint | None
 
 
 def fit(request: FitRequest, vary: Sequence[str], console: Console) -> FitResult:
@@ -96,7 +96,7 @@ def fit(request: FitRequest, vary: Sequence[str], console: Console) -> FitResult
 
 def _search_for_batch(
     request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]], console: Console
-) -> list[Point]:
+) -> list[SearchPoint]:
     every = valid_kinds(request, config, vary)
     count = workers(len(every))
     console.print(f"{len(every)} kinds of runs, {count} compiled at a time", highlight=False)
@@ -105,7 +105,7 @@ def _search_for_batch(
 
 def _search_for_speed(
     request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]], console: Console
-) -> list[Point]:
+) -> list[SearchPoint]:
     every = valid_spaces(request, config, vary)
     count, end = workers(os.cpu_count() or 1), time.monotonic() + 60 * request.minutes
     n_layouts = sum(prod(len(choice.levels) for choice in space.choices) for space in every)
@@ -116,7 +116,7 @@ def _search_for_speed(
     )
     n_asked, ask = 0, partial(_ask, request, console)
 
-    def ask_all(kinds: Sequence[Kind]) -> list[Point]:
+    def ask_all(kinds: Sequence[Variant]) -> list[SearchPoint]:
         nonlocal n_asked
         console.print(f"{n_asked} asked about, {len(kinds)} next", highlight=False)
         n_asked += len(kinds)
@@ -130,7 +130,7 @@ def _search_for_speed(
     return points
 
 
-def _ask(request: FitRequest, console: Console, kind: Kind, batch: int) -> Point:
+def _ask(request: FitRequest, console: Console, kind: Variant, batch: int) -> SearchPoint:
     point = _probe_point(request, kind, batch, ("--quick",))
     console.print(_describe_point(point), highlight=False, soft_wrap=True)
     return point
@@ -144,7 +144,7 @@ def own_config(request: FitRequest) -> RunConfig:
     return load_config(request.path, (*request.overrides, "mesh={replica: 1, fsdp: 1}"))
 
 
-def valid_kinds(request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]]) -> list[Kind]:
+def valid_kinds(request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]]) -> list[Variant]:
     """What may be asked about for the largest batch. UserError where one of these runs is none."""
     every, read = kinds(config, request.n_gpus, vary, request.set_keys, request.per_node), cache(read_mapping)
     for kind in every:
@@ -168,12 +168,12 @@ def valid_spaces(request: FitRequest, config: RunConfig, vary: Mapping[str, Sequ
 
 
 def _probe_all_parts(
-    request: FitRequest, config: RunConfig, chosen: Point, vary: Mapping[str, Any], console: Console
-) -> Point:
+    request: FitRequest, config: RunConfig, chosen: SearchPoint, vary: Mapping[str, Any], console: Console
+) -> SearchPoint:
     """``chosen`` with all parts of the run. Where the evaluation alone keeps it from fitting, with smaller batches in
     that, unless the user has said how large they are."""
 
-    def ask(kind: Kind, why: str) -> Point:
+    def ask(kind: Variant, why: str) -> SearchPoint:
         console.print(f"{kind.name}, batch {chosen.batch:,}: {why} …", highlight=False)
         point = _probe_point(request, kind, chosen.batch, ())
         console.print(_describe_point(point), highlight=False, soft_wrap=True)
@@ -230,12 +230,12 @@ def report(request: FitRequest, found: FitResult, out: Path, console: Console) -
     return True
 
 
-def _probe_point(request: FitRequest, kind: Kind, batch: int, options: Sequence[str]) -> Point:
+def _probe_point(request: FitRequest, kind: Variant, batch: int, options: Sequence[str]) -> SearchPoint:
     where = ("--gpu", request.gpu, "--gpus-per-node", str(request.per_node))
     output = probe_in_subprocess(request.path, request.sets(kind, batch), (*where, *request.options, *options))
     if output.status == 2:
         raise UserError(output.why)
-    return Point(kind, batch, output.answer, "" if output.answer is not None else output.why.splitlines()[-1])
+    return SearchPoint(kind, batch, output.answer, "" if output.answer is not None else output.why.splitlines()[-1])
 
 
 def workers(n_kinds: int) -> int:
@@ -251,7 +251,7 @@ def _free_gib() -> float:
         return PROBE_GIB
 
 
-def _describe_point(point: Point) -> str:
+def _describe_point(point: SearchPoint) -> str:
     if point.answer is None:
         return f"{point.kind.name}, batch {point.batch:,}: cannot be told ({point.why})"
     words = {"fits": "fits", "does_not_fit": "does not fit"}[point.verdict]

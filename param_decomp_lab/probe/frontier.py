@@ -9,14 +9,14 @@ from rich.table import Table
 
 from param_decomp_lab.metrics.figures.save import save_figure
 from param_decomp_lab.metrics.figures.style import BLUE, INK, QUIET, VERMILION, style_axes
-from param_decomp_lab.probe.search import Point, frontier
+from param_decomp_lab.probe.search import SearchPoint, frontier
 from param_decomp_lab.ui.numbers import amount
 from param_decomp_lab.ui.tables import plain_table
 
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK)
 
 
-def points_table(points: Sequence[Point], chosen: Point | None) -> Table:
+def points_table(points: Sequence[SearchPoint], chosen: SearchPoint | None) -> Table:
     """Every run that was asked about; `*` marks those that no other beats, `→` the one chosen."""
     columns = ("batch", "tokens", "peak GiB", "", "PFLOP", "own GiB", "node GiB", "net GiB", "ms", "tokens/s")
     title = "Runs (arithmetic of all GPUs; GiB moved of one; ms: predicted of a step)"
@@ -45,7 +45,7 @@ def points_table(points: Sequence[Point], chosen: Point | None) -> Table:
     return table
 
 
-def times_table(points: Sequence[Point], chosen: Point | None) -> Table:
+def times_table(points: Sequence[SearchPoint], chosen: SearchPoint | None) -> Table:
     """Every layout that was asked about, fastest first; `→` marks the one chosen."""
     known = [point for point in points if point.answer is not None]
     size = f"batch {known[0].batch:,}, {amount(known[0].tokens)} tokens" if known else "nothing could be told"
@@ -73,7 +73,7 @@ def times_table(points: Sequence[Point], chosen: Point | None) -> Table:
     return table
 
 
-def draw_times(points: Sequence[Point], chosen: Point | None, title: str, file: Path) -> None:
+def draw_times(points: Sequence[SearchPoint], chosen: SearchPoint | None, title: str, file: Path) -> None:
     """Peak against a step's predicted time, with a line to the bound where everything overlaps; a colour for each mesh,
     filled what fits."""
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
@@ -106,11 +106,11 @@ def draw_times(points: Sequence[Point], chosen: Point | None, title: str, file: 
     save_figure(figure, file)
 
 
-def _mesh_name(point: Point) -> str:
+def _mesh_name(point: SearchPoint) -> str:
     return point.kind.name.partition(";")[0]
 
 
-def _memory_lines(axes: Axes, answered: Sequence[Point]) -> None:
+def _memory_lines(axes: Axes, answered: Sequence[SearchPoint]) -> None:
     if not answered:
         return
     answer = answered[0].answer or {}
@@ -122,7 +122,7 @@ def _memory_lines(axes: Axes, answered: Sequence[Point]) -> None:
         )  # fmt: skip
 
 
-def draw(points: Sequence[Point], chosen: Point | None, title: str, file: Path) -> None:
+def draw(points: Sequence[SearchPoint], chosen: SearchPoint | None, title: str, file: Path) -> None:
     """Peak against tokens of a step, a line for each kind of run; filled what fits."""
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()

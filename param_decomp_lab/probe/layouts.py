@@ -10,7 +10,7 @@ from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.memory import KEEP_ALL, PRESETS, Memory, Preset
 from param_decomp_lab.config.method_schema import LanguageModelData
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.probe.fastest import Choice, Space
+from param_decomp_lab.probe.fastest import LayoutChoice, Space
 from param_decomp_lab.probe.vary import Axes, fitting_evaluation, mesh_sizes, meshes_of, sets_mesh
 
 LINKS = frozenset({"node links", "network", "latency"})
@@ -100,7 +100,7 @@ _HELD = "memory.held."
 _SAVE = "memory.save."
 
 
-def _held(nodes: int, decided: Collection[str]) -> list[Choice]:
+def _held(nodes: int, decided: Collection[str]) -> list[LayoutChoice]:
     if any(key == "memory" or key.startswith("memory.held") for key in decided):
         return []
     names = {"components": "V, U", "ci": "CI", "sources": "sources", "target": "target"}
@@ -113,11 +113,11 @@ def _held(nodes: int, decided: Collection[str]) -> list[Choice]:
         if group == "ci":
             words, assignments = levels[-1]
             levels.append((f"{words}, its heads by device", (*assignments, (f"{_HELD}heads", "device"))))
-        found.append(Choice(key, (*levels, ("", ((key, "device"),))), LINKS))
+        found.append(LayoutChoice(key, (*levels, ("", ((key, "device"),))), LINKS))
     return found
 
 
-def _saved(preset: Preset, own: Memory, decided: Collection[str]) -> list[Choice]:
+def _saved(preset: Preset, own: Memory, decided: Collection[str]) -> list[LayoutChoice]:
     if {"memory.save", "memory.recompute", "memory.offload"} & {*decided}:
         return []
     found, saves = [], PRESETS[preset].save
@@ -126,11 +126,11 @@ def _saved(preset: Preset, own: Memory, decided: Collection[str]) -> list[Choice
             continue
         key, usual = _SAVE + name, name in saves
         without = (f"{name} recomputed" if usual else "", ((key, False),))
-        found.append(Choice(key, (without, ("" if usual else f"{name} saved", ((key, True),)))))
+        found.append(LayoutChoice(key, (without, ("" if usual else f"{name} saved", ((key, True),)))))
     return found
 
 
-def _blocks(config: RunConfig, mesh: Axes, decided: Collection[str]) -> list[Choice]:
+def _blocks(config: RunConfig, mesh: Axes, decided: Collection[str]) -> list[LayoutChoice]:
     """Sizes of blocks and numbers of micro-batches; tokens are counted over all GPUs."""
     found = []
     sizes: dict[str, tuple[int | None, ...]] = {
@@ -143,15 +143,15 @@ def _blocks(config: RunConfig, mesh: Axes, decided: Collection[str]) -> list[Cho
     for key, values in sizes.items():
         if key not in decided and not (key == "memory.token_block" and tokens <= 1 << 20):
             levels = tuple((f"{n:,} {words[key]} at once" if n else "", ((key, n),)) for n in values)
-            found.append(Choice(key, levels))
+            found.append(LayoutChoice(key, levels))
     key, batch, shared = "memory.micro_batches", config.method.pd.batch_size, mesh[0] * mesh[1]
     parts = [n for n in (8, 4, 2, 1) if batch % (n * shared) == 0]
     if key not in decided and len(parts) > 1:
-        found.append(Choice(key, tuple((f"{n} micro-batches" if n > 1 else "", ((key, n),)) for n in parts)))
+        found.append(LayoutChoice(key, tuple((f"{n} micro-batches" if n > 1 else "", ((key, n),)) for n in parts)))
     return found
 
 
-def _layers(preset: Preset, decided: Collection[str]) -> list[Choice]:
+def _layers(preset: Preset, decided: Collection[str]) -> list[LayoutChoice]:
     """A loop over alike layers, or the layers written out: nothing is copied out of stacks then, and it compiles for
     longer."""
     if "memory.layers" in decided:
@@ -159,18 +159,18 @@ def _layers(preset: Preset, decided: Collection[str]) -> list[Choice]:
     usual = PRESETS[preset].layers
     words = {"scan": "layers in a loop", "unroll": "layers written out"}
     levels = tuple(("" if key == usual else words[key], (("memory.layers", key),)) for key in words)
-    return [Choice("memory.layers", levels, frozenset({"memory"}), ordered=False)]
+    return [LayoutChoice("memory.layers", levels, frozenset({"memory"}), ordered=False)]
 
 
-def _varied(vary: Mapping[str, Sequence[Any]]) -> list[Choice]:
+def _varied(vary: Mapping[str, Sequence[Any]]) -> list[LayoutChoice]:
     keys = {key: values for key, values in vary.items() if key not in ("mesh", "memory")}
     return [
-        Choice(key, tuple((f"{key} {value}", ((key, value),)) for value in values), ordered=False)
+        LayoutChoice(key, tuple((f"{key} {value}", ((key, value),)) for value in values), ordered=False)
         for key, values in keys.items()
     ]
 
 
-def _begin(choice: Choice, usual: MemoryPolicy) -> int:
+def _begin(choice: LayoutChoice, usual: MemoryPolicy) -> int:
     """What the preset says, or the first of those that `--vary` gives."""
     if choice.name == "memory.layers":
         return ("scan", "unroll").index(usual.layers)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from param_decomp_aot.compile import Memory, compile_for
+from param_decomp_aot.compile import ProgramMemory, compile_for
 from param_decomp_aot.topology import UNLIMITED, MissingPlugin, with_memory
 from param_decomp_jax.nn.attention import MissingCudnn
 from param_decomp_lab.errors import CannotTell, UserError
@@ -18,12 +18,12 @@ from param_decomp_lab.probe.subject import Phase, Subject
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredProgram:
     """A program on one device, in bytes and seconds. ``elsewhere``: as in `subject.py:Phase`, and arguments that the
     program does not use. ``groups``: as there. ``dump``: what XLA says of its buffers and its program, if that was
     asked for. ``fresh``: compiled just now."""
 
-    memory: Memory
+    memory: ProgramMemory
     elsewhere: int
     groups: dict[str, int]
     lower_s: float
@@ -46,7 +46,7 @@ class Where:
     cache: Path | None
 
 
-def measure(subject: Subject, phase: str, where: Where, limited: bool = True, dump: bool = False) -> Measured:
+def measure(subject: Subject, phase: str, where: Where, limited: bool = True, dump: bool = False) -> MeasuredProgram:
     """``phase`` of the subject compiled. ``limited``: for the card as it is, else with memory without end."""
     card = where.card if limited else with_memory(where.card, UNLIMITED)
     question = "\n".join((subject.identity, phase, str(subject.mesh), str(where.per_node), card, str(dump)))
@@ -77,8 +77,8 @@ def measure(subject: Subject, phase: str, where: Where, limited: bool = True, du
 
     kept, was_there = cached(where.cache, question, answer)
     texts = tuple(gzip.decompress(bytes.fromhex(text)).decode() for text in kept["dump"])
-    return Measured(
-        Memory(**kept["memory"]),
+    return MeasuredProgram(
+        ProgramMemory(**kept["memory"]),
         kept["elsewhere"],
         kept["groups"],
         kept["lower_s"],

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from param_decomp_aot.buffers import Buffer, Peak, Span
+from param_decomp_aot.buffers import Buffer, BufferSpan, Peak
 from param_decomp_aot.scopes import from_package, stage
 from param_decomp_aot.timeline import REST, Timeline, bands, moments, phases
 from param_decomp_lab.probe.timeline_figure import COLORS, GIB, GREY
@@ -129,7 +129,7 @@ def _data(timeline: Timeline, at: Int[np.ndarray, " moments"], top: float) -> di
         return words.setdefault(word, len(words))
 
     # A long life counts like a large size: what is hovered over is an area.
-    def weight(span: Span) -> int:
+    def weight(span: BufferSpan) -> int:
         return span.buffer.n_bytes * (span.last - span.first + 100)
 
     chosen = sorted(sorted(timeline.spans, key=weight)[-N_SPANS:], key=lambda s: -s.buffer.n_bytes)

@@ -8,14 +8,14 @@ from param_decomp_aot.timeline import timeline
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import is_irregular, write_whole
 from param_decomp_lab.metrics.figures.save import save_figure
-from param_decomp_lab.probe.answer import GIB, Answer
+from param_decomp_lab.probe.answer import GIB, ProbeAnswer
 from param_decomp_lab.probe.memory_page import memory_page
 from param_decomp_lab.probe.show import verdict_line
 from param_decomp_lab.probe.subject import STEP
 from param_decomp_lab.probe.timeline_figure import timeline_figure
 
 
-def write_pages(answer: Answer, file: Path) -> tuple[Path, Path | None]:
+def write_pages(answer: ProbeAnswer, file: Path) -> tuple[Path, Path | None]:
     """The page ``file``, and a PNG of the same name beside it, but none beside a device or a pipe: then the second is
     None. UserError where they cannot be written."""
     step, pool = answer.parts[STEP], answer.pool
@@ -36,6 +36,6 @@ def write_pages(answer: Answer, file: Path) -> tuple[Path, Path | None]:
     return file, picture
 
 
-def _summary(answer: Answer) -> Mapping[str, str]:
+def _summary(answer: ProbeAnswer) -> Mapping[str, str]:
     sizes = {name: f"{part.peak / GIB:,.2f} GiB" for name, part in answer.parts.items()}
     return {**answer.subject.described, **sizes, "verdict": str(verdict_line(answer))}

@@ -11,7 +11,7 @@ Goal = Literal["speed", "batch"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class Variant:
     """What is varied beside the batch: values of the configuration's keys, such as ``mesh`` and ``memory.preset``."""
 
     name: str
@@ -20,10 +20,10 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Point:
+class SearchPoint:
     """A run that was asked about. ``answer``: what `pd probe --json` says; None where that could not be told."""
 
-    kind: Kind
+    kind: Variant
     batch: int
     answer: Mapping[str, Any] | None
     why: str = ""
@@ -74,23 +74,23 @@ class Point:
         return self.tokens / self.step_s
 
 
-Ask = Callable[[Kind, int], Point]
+Ask = Callable[[Variant, int], SearchPoint]
 
 
-def search(kinds: Sequence[Kind], ask: Ask, workers: int) -> list[Point]:
+def search(kinds: Sequence[Variant], ask: Ask, workers: int) -> list[SearchPoint]:
     """Every point that was asked about, in the order of ``kinds``, by batch. ``ask`` is called from threads."""
     with ThreadPoolExecutor(workers) as pool:
         found = list(pool.map(lambda kind: largest_that_fits(kind, ask), kinds))
     return [point for points in found for point in sorted(points, key=lambda p: p.batch)]
 
 
-def largest_that_fits(kind: Kind, ask: Ask) -> list[Point]:
+def largest_that_fits(kind: Variant, ask: Ask) -> list[SearchPoint]:
     """Bisects the batches of a kind, taking for granted that what a batch needs grows with it.
 
     What cannot be told ends the search of this kind: it is not the memory's fault.
     """
     batches = sorted(kind.batches)
-    asked: list[Point] = []
+    asked: list[SearchPoint] = []
     low, high = -1, len(batches)  # the largest place known to fit, the smallest known not to
     while high - low > 1:
         # The largest one first: if that fits, nothing else has to be asked.
@@ -103,7 +103,7 @@ def largest_that_fits(kind: Kind, ask: Ask) -> list[Point]:
     return asked
 
 
-def best(points: Sequence[Point], goal: Goal = "batch") -> Point | None:
+def best(points: Sequence[SearchPoint], goal: Goal = "batch") -> SearchPoint | None:
     """The best point that fits: for ``batch`` the one with most tokens in a step, for ``speed`` the fastest. Equal ones
     for ``batch`` go by predicted time, then all by size, the smallest first."""
     fitting = [point for point in points if point.verdict == "fits"]
@@ -111,11 +111,11 @@ def best(points: Sequence[Point], goal: Goal = "batch") -> Point | None:
     return max(fitting, key=lambda p: (tokens(p), p.tokens_per_s, -p.peak_gib), default=None)
 
 
-def frontier(points: Sequence[Point]) -> list[Point]:
+def frontier(points: Sequence[SearchPoint]) -> list[SearchPoint]:
     """The points that fit and that no other one beats in both tokens of a step and tokens/s."""
     fitting = [point for point in points if point.verdict == "fits"]
 
-    def beaten(p: Point) -> bool:
+    def beaten(p: SearchPoint) -> bool:
         return any(
             q.tokens >= p.tokens
             and q.tokens_per_s >= p.tokens_per_s

@@ -11,8 +11,8 @@ from rich.text import Text
 from param_decomp_aot.buffers import Buffer
 from param_decomp_aot.roofline import Precision
 from param_decomp_aot.scopes import stage
-from param_decomp_lab.probe.answer import GIB, Answer
-from param_decomp_lab.probe.measure import Measured
+from param_decomp_lab.probe.answer import GIB, ProbeAnswer
+from param_decomp_lab.probe.measure import MeasuredProgram
 from param_decomp_lab.probe.subject import STEP
 from param_decomp_lab.ui.console import PlainConsole
 from param_decomp_lab.ui.numbers import duration
@@ -23,7 +23,7 @@ WIDTH = 112
 VERDICTS = {"fits": ("fits", "bold green"), "does_not_fit": ("does not fit", "bold red")}
 
 
-def show(answer: Answer, console: Console, n_buffers: int = 16) -> None:
+def show(answer: ProbeAnswer, console: Console, n_buffers: int = 16) -> None:
     """The whole answer."""
     console.print(_overview(answer))
     console.print("", _parts(answer))
@@ -39,7 +39,7 @@ def table_console() -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else PlainConsole(width=WIDTH)
 
 
-def verdict_line(answer: Answer) -> Text:
+def verdict_line(answer: ProbeAnswer) -> Text:
     """``fits: 14.4 of 159.1 GiB (9 %), most of it in the training step``."""
     words, style = VERDICTS[answer.verdict]
     need, usable = answer.peak / GIB, answer.pool.usable / GIB
@@ -51,7 +51,7 @@ def verdict_line(answer: Answer) -> Text:
     return line
 
 
-def _overview(answer: Answer) -> RenderableType:
+def _overview(answer: ProbeAnswer) -> RenderableType:
     subject, pool = answer.subject, answer.pool
     n = subject.mesh.n_devices
     nodes, rest = divmod(n, answer.per_node)
@@ -69,13 +69,13 @@ def _overview(answer: Answer) -> RenderableType:
     return grid
 
 
-def _parts(answer: Answer) -> RenderableType:
+def _parts(answer: ProbeAnswer) -> RenderableType:
     columns = ("peak", "temporary", "arguments", "results", "elsewhere", "host", "compiled in")
     table = plain_table(
         "What each part of the run needs of a GPU (GiB)", ("", "left"), *((c, "right") for c in columns)
     )
 
-    def row(name: str, part: Measured, style: str) -> None:
+    def row(name: str, part: MeasuredProgram, style: str) -> None:
         memory = part.memory
         sizes = part.peak, memory.temp, memory.arguments, memory.output - memory.alias, part.elsewhere, memory.host
         seconds = duration(part.lower_s + part.compile_s) if part.fresh else "cached"
@@ -88,7 +88,7 @@ def _parts(answer: Answer) -> RenderableType:
     return table
 
 
-def _arguments(answer: Answer) -> RenderableType:
+def _arguments(answer: ProbeAnswer) -> RenderableType:
     groups = answer.parts[STEP].groups
     table = plain_table("Arguments of the step (GiB on each GPU)", ("", "left"), ("", "right"))
     for name, size in groups.items():
@@ -96,7 +96,7 @@ def _arguments(answer: Answer) -> RenderableType:
     return table
 
 
-def _buffers(answer: Answer, most: int) -> RenderableType:
+def _buffers(answer: ProbeAnswer, most: int) -> RenderableType:
     """Alike ones, of one shape and scope, on one line."""
     step = answer.step
     table = plain_table(
@@ -126,7 +126,7 @@ def _alike(buffers: Iterable[Buffer]) -> list[list[Buffer]]:
     return sorted(groups.values(), key=lambda group: -sum(b.n_bytes for b in group))
 
 
-def _work(answer: Answer) -> RenderableType:
+def _work(answer: ProbeAnswer) -> RenderableType:
     step, times = answer.step, answer.roofline
     n = answer.subject.mesh.n_devices
     table = plain_table("What one GPU does in a step", ("", "left"), ("", "right"), ("at rates it reaches", "right"))
@@ -162,7 +162,7 @@ def _work(answer: Answer) -> RenderableType:
     return Group(*lines, "")
 
 
-def _collectives(answer: Answer) -> RenderableType:
+def _collectives(answer: ProbeAnswer) -> RenderableType:
     columns = ("times", "MiB each", "GiB in the node", "GiB between", "one by one")
     table = plain_table("Collectives as executed, sent by one GPU", ("", "left"), *((c, "right") for c in columns))
     for kind, total in answer.step.collectives.items():

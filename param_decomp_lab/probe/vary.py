@@ -8,7 +8,7 @@ from typing import Any, get_args
 from param_decomp_lab.config import RunConfig
 from param_decomp_lab.config.memory import KEEP_ALL, Preset
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.probe.search import Kind
+from param_decomp_lab.probe.search import Variant
 from param_decomp_lab.safe_io.yaml_text import parse_yaml
 
 ROWS_PER_GPU = tuple(2**k for k in range(7))
@@ -80,7 +80,7 @@ def kinds(
     vary: Mapping[str, Sequence[Any]],
     set_keys: Collection[str] = (),
     per_node: int = 8,
-) -> list[Kind]:
+) -> list[Variant]:
     """All combinations; of what is not varied the configuration's own value, its mesh stretched over the GPUs.
 
     Batch and preset are varied without being named, unless they are among the keys ``said`` by `--set`. UserError for a
@@ -111,7 +111,7 @@ def kinds(
             batches = (config.method.pd.batch_size,)
         words = [preset, "×".join(map(str, mesh)) if len(meshes) > 1 else "", f"seq {seq:,}" if len(seqs) > 1 else ""]
         words += [f"{key} {value}" for key, value in zip(keys, rest, strict=True)]
-        found.append(Kind(", ".join(filter(None, map(str, words))), tuple(settings), batches))
+        found.append(Variant(", ".join(filter(None, map(str, words))), tuple(settings), batches))
     return found
 
 
@@ -157,7 +157,7 @@ def fitting_evaluation(
     return tuple(settings.items())
 
 
-def evaluating_less(config: RunConfig, kind: Kind) -> Kind | None:
+def evaluating_less(config: RunConfig, kind: Variant) -> Variant | None:
     """Runs as ``kind`` has them, with smaller batches in an evaluation and so many more of them that it sees as many
     rows; None where a batch is as small as the mesh allows."""
     own, settings = config.method.eval, dict(kind.settings)

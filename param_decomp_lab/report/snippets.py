@@ -35,7 +35,7 @@ class Snippet:
 
 
 @dataclass(frozen=True)
-class Component:
+class ComponentSnippets:
     number: int
     mean_ci: float
     snippets: tuple[Snippet, ...]
@@ -47,7 +47,7 @@ class SiteExamples:
 
     site: str
     C: int
-    components: tuple[Component, ...]
+    components: tuple[ComponentSnippets, ...]
 
 
 def read_examples(path: Path) -> list[SiteExamples]:
@@ -108,7 +108,7 @@ def _token_html(token: str, ci: float, is_peak: bool) -> Markup:
     )
 
 
-def _component(path: Path, site: str, entry: Mapping[str, Any]) -> Component:
+def _component(path: Path, site: str, entry: Mapping[str, Any]) -> ComponentSnippets:
     number = int(entry["component"])
     snippets = []
     for example in entry["examples"]:
@@ -117,4 +117,4 @@ def _component(path: Path, site: str, entry: Mapping[str, Any]) -> Component:
             raise UserError(f"{path}: {site}, component {number}: {len(tokens)} tokens but {len(ci)} values of ci")
         row = example.get("row")
         snippets.append(Snippet(tokens, ci, int(example.get("peak", -1)), int(row) if row is not None else None))
-    return Component(number, float(entry["mean_ci"]), tuple(snippets))
+    return ComponentSnippets(number, float(entry["mean_ci"]), tuple(snippets))

@@ -13,7 +13,7 @@ from param_decomp_lab.ui.numbers import number, percent
 
 
 @dataclass(frozen=True)
-class Card:
+class HeadlineCard:
     """One number of the headline.
 
     ``share`` (0 … 1, or None) fills its meter and ``limit`` is the mark on it; ``good`` says whether the value is
@@ -29,10 +29,10 @@ class Card:
     good: bool | None = None
 
 
-def verdict(series: Mapping[str, Series], config: Mapping[str, Any], l0: L0 | None) -> list[Card]:
+def verdict(series: Mapping[str, Series], config: Mapping[str, Any], l0: L0 | None) -> list[HeadlineCard]:
     """Cards for whatever was logged: the KLs relative to zero-masked, the attack, L0; on toys the identity error."""
     zero = kl(series, "zero_masked")
-    cards: list[Card] = []
+    cards: list[HeadlineCard] = []
     unmasked = kl(series, "unmasked")
     if unmasked:
         share = relative(unmasked.last, zero.last if zero else None)
@@ -57,12 +57,12 @@ def verdict(series: Mapping[str, Series], config: Mapping[str, Any], l0: L0 | No
         value = f"{_mean_l0(l0.mean)} of {number(l0.mean_C)}"
         worst = max((site.share or 0.0 for site in l0.sites), default=0.0)
         detail = f"{percent(share)} of C; at most {percent(worst)} at a site"
-        cards.append(Card("Mean L0", value, detail, "≤ C/5 at every site", share, 0.2, worst <= 0.2))
+        cards.append(HeadlineCard("Mean L0", value, detail, "≤ C/5 at every site", share, 0.2, worst <= 0.2))
     errors = [values.last for key, values in series.items() if key.startswith("eval/identity_ci_error/")]
     if errors:
         total = sum(errors)
         cards.append(
-            Card(
+            HeadlineCard(
                 "CI pattern errors",
                 number(total),
                 f"over {len(errors)} sites",
@@ -76,14 +76,16 @@ def verdict(series: Mapping[str, Series], config: Mapping[str, Any], l0: L0 | No
     ):
         if key in series:
             last = series[key].last
-            cards.append(Card(label, f"{last:.4f}", "1 is a perfect recovery", rule, good=abs(last - 1) <= tolerance))
+            cards.append(
+                HeadlineCard(label, f"{last:.4f}", "1 is a perfect recovery", rule, good=abs(last - 1) <= tolerance)
+            )
     norms = series.get(CI_GRADIENTS)
     seen = growths(norms.finite) if norms and least_p(config) < 1 else ()
     growth = next((growth for growth in seen if growth.is_large), None)
     if growth is not None:
         detail = f"at step {growth.step:,}, since step {growth.since:,}"
         rule = f"below {LIMIT:.0f} times: importances may collapse"
-        cards.append(Card("CI gradients", f"× {number(growth.factor)}", detail, rule, good=False))
+        cards.append(HeadlineCard("CI gradients", f"× {number(growth.factor)}", detail, rule, good=False))
     return cards
 
 
@@ -104,10 +106,12 @@ def _mean_l0(mean: float) -> str:
     return number(round(mean, 2 if mean < 10 else 1))
 
 
-def _card(label: str, value: float, share: float | None, limit: float, rule: str, *, absolute: bool = False) -> Card:
+def _card(
+    label: str, value: float, share: float | None, limit: float, rule: str, *, absolute: bool = False
+) -> HeadlineCard:
     detail = f"{percent(share)} of zero-masked" if share is not None else ""
     if not isfinite(value):
-        return Card(label, number(value), detail, rule, good=False)
+        return HeadlineCard(label, number(value), detail, rule, good=False)
     if absolute:
-        return Card(label, number(value), detail, rule, share, None, value <= limit)
-    return Card(label, number(value), detail, rule, share, limit, share <= limit if share is not None else None)
+        return HeadlineCard(label, number(value), detail, rule, share, None, value <= limit)
+    return HeadlineCard(label, number(value), detail, rule, share, limit, share <= limit if share is not None else None)

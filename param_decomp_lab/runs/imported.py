@@ -12,7 +12,7 @@ IMPORTED_FILE = "imported.json"
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportOrigin:
     """``source``: a folder, or a run on wandb. ``checkpoint``, ``sha256``: the file in it, and its hash.
     ``configuration``: the file with its settings, of which ``left_out`` were not translated. ``target``: where its
     weights came from."""
@@ -33,13 +33,13 @@ class Imported:
         (run_folder / IMPORTED_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
-def read_imported(run_folder: Path) -> Imported | None:
+def read_imported(run_folder: Path) -> ImportOrigin | None:
     """Where the run came from; None for one that was trained here. Raises UserError for a damaged file."""
     file = run_folder / IMPORTED_FILE
     if not file.is_file():
         return None
     found = read_json(file, "where the run was imported from", dict)
     try:
-        return Imported(**found)
+        return ImportOrigin(**found)
     except TypeError as error:
         raise UserError(f"{file} is damaged or of another version ({error})") from error

@@ -70,13 +70,13 @@ def target_mistakes(config: RunConfig) -> list[str]:
     return errors.lines
 
 
-def _architecture(resolved: ResolvedConfig) -> "Found | UnknownTarget":
+def _architecture(resolved: ResolvedConfig) -> "FoundArchitecture | UnknownTarget":
     if isinstance(resolved.config.method, LanguageModelFile):
         return _language_architecture(resolved.target, resolved.config.method)
     return _toy_architecture(resolved.target)
 
 
-class Found(NamedTuple):
+class FoundArchitecture(NamedTuple):
     """``stored``: the dtype of the weights. ``origin``: where the architecture was read. ``missing``, ``notes``: as in
     `KnownTarget`."""
 
@@ -87,7 +87,7 @@ class Found(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def _language_architecture(source: Source, method: LanguageModelFile) -> Found | UnknownTarget:
+def _language_architecture(source: Source, method: LanguageModelFile) -> FoundArchitecture | UnknownTarget:
     if isinstance(source, Path):
         if source.is_dir():
             lacks = missing_files(source)
@@ -98,7 +98,7 @@ def _language_architecture(source: Source, method: LanguageModelFile) -> Found |
     if isinstance(source, TorchRun):
         _refuse_unknown_class(method)
         found = _torch_run(source)
-        return found if isinstance(found, Found) else _published(str(source), source.missing()) or found
+        return found if isinstance(found, FoundArchitecture) else _published(str(source), source.missing()) or found
     if isinstance(source, PretrainedToy):  # in a file with mistakes, of which this is one
         return UnknownTarget(f"{source.where}: {source.missing()}")
     folder = source.cached_config()
@@ -123,46 +123,46 @@ def _refuse_unknown_class(method: LanguageModelFile) -> None:
         raise UserError(f"target.spec.model_class: is {printable(given, 200)}; {nearest(given, known)}")
 
 
-def _in_folder(folder: Path, missing: tuple[str, ...]) -> Found:
+def _in_folder(folder: Path, missing: tuple[str, ...]) -> FoundArchitecture:
     files = TargetFolder(folder)
     architecture = files.architecture
     notes = files.head_notes(architecture)
-    return Found(architecture, files.dtype, shown_path(folder / CONFIG_FILE), missing, notes)
+    return FoundArchitecture(architecture, files.dtype, shown_path(folder / CONFIG_FILE), missing, notes)
 
 
-def _published_on_hub(method: LanguageModelFile, where: str) -> Found | None:
+def _published_on_hub(method: LanguageModelFile, where: str) -> FoundArchitecture | None:
     """``where`` the weights of the hub's model were looked for."""
     spec = method.target.spec
     return _published(spec.model_name, f"{spec.model_name} is not in {where}") if isinstance(spec, HubSpec) else None
 
 
-def _published(name: str, lacks: str) -> Found | None:
+def _published(name: str, lacks: str) -> FoundArchitecture | None:
     """A model whose sizes an architecture lists, by its name there."""
     found = find_published(name)
     if found is None:
         return None
     missing = f"the target's weights: {lacks}"
-    return Found(found, np.dtype(found.published_dtype), "its published configuration", (missing,))
+    return FoundArchitecture(found, np.dtype(found.published_dtype), "its published configuration", (missing,))
 
 
-def _toy_architecture(source: Source) -> Found | UnknownTarget:
+def _toy_architecture(source: Source) -> FoundArchitecture | UnknownTarget:
     dtype = DTYPES["float32"]
     if isinstance(source, PretrainedToy):
         recipe = source.read()
         made = (
             f"made already in {recipe.out}" if is_trained(recipe) else f"to be trained first ({recipe.steps:,} steps)"
         )
-        return Found(recipe.model.config(), dtype, f"{source.title}, {made}", ())
+        return FoundArchitecture(recipe.model.config(), dtype, f"{source.title}, {made}", ())
     if isinstance(source, TorchRun):
         found = _torch_run(source)
         return found if isinstance(found, UnknownTarget) else found._replace(stored=dtype, notes=())
     assert isinstance(source, Path)
     if source.is_dir():
-        return Found(read_architecture(source), dtype, shown_path(source / CONFIG_FILE), ())
+        return FoundArchitecture(read_architecture(source), dtype, shown_path(source / CONFIG_FILE), ())
     return UnknownTarget(f"target.folder: {source} is not there; give the folder of a toy, or target: {{pretrain: …}}")
 
 
-def _torch_run(source: TorchRun) -> Found | UnknownTarget:
+def _torch_run(source: TorchRun) -> FoundArchitecture | UnknownTarget:
     folder = source.cached()
     if folder is not None:
         return _in_folder(folder, ())
@@ -170,4 +170,4 @@ def _torch_run(source: TorchRun) -> Found | UnknownTarget:
     if architecture is None:
         return UnknownTarget(f"{source.where}: {source.missing()}", elsewhere=True)
     missing = f"the target's weights: {source.missing()}"
-    return Found(architecture, DTYPES["float32"], str(source), (missing,))
+    return FoundArchitecture(architecture, DTYPES["float32"], str(source), (missing,))

@@ -8,7 +8,7 @@ from param_decomp_lab.share.shared_run import SharedRun, ShownExample, rounded
 
 
 @dataclass(frozen=True)
-class Firing:
+class ExampleFiring:
     """``low``, ``high``: bounds of λ at the firings of the example's list. ``share``: of all firings, those within."""
 
     example: Example
@@ -18,7 +18,7 @@ class Firing:
     share: float
 
 
-def shown_firings(run: SharedRun, site: str, number: int) -> Iterator[Firing]:
+def shown_firings(run: SharedRun, site: str, number: int) -> Iterator[ExampleFiring]:
     """The firings of largest ``λ · |a|``, then a uniform sample of all."""
     firings = run.harvest.component(site, number)["firings"]
     examples = run.harvest.examples(site, number)
@@ -30,4 +30,6 @@ def shown_firings(run: SharedRun, site: str, number: int) -> Iterator[Firing]:
             (min(peaks, default=0.0), len(found) / firings) if kind == "top" else (run.harvest.plan.threshold, 1.0)
         )
         for example in found:
-            yield Firing(example, run.shown(example), rounded(low), rounded(max(peaks)), rounded(min(share, 1.0)))
+            yield ExampleFiring(
+                example, run.shown(example), rounded(low), rounded(max(peaks)), rounded(min(share, 1.0))
+            )

@@ -7,13 +7,13 @@ from param_decomp_lab.eval.examples import find_examples, write_examples
 from param_decomp_lab.processes.stop_signal import LAST_PATIENCE_S
 from param_decomp_lab.report import summary_table, write_report
 from param_decomp_lab.runs.metrics_file import read_metrics
-from param_decomp_lab.training.job import Job
+from param_decomp_lab.training.job import TrainingJob
 
 FINISHING_PATIENCE_S = 30.0
 """Time allowed for writing the report when the run is asked to stop after its last step."""
 
 
-def finish(job: Job, state: State) -> None:
+def finish(job: TrainingJob, state: State) -> None:
     """Writes the examples and the report. The last state is saved: resuming a run stopped here does only this."""
     finishing = "after the last step, which is saved; the report is not written"
     job.stop.may_leave(finishing, FINISHING_PATIENCE_S)
@@ -28,7 +28,7 @@ def finish(job: Job, state: State) -> None:
         job.stop.may_leave("after the report was written; wandb may lack some of it", LAST_PATIENCE_S)
 
 
-def _examples(job: Job, state: State) -> None:
+def _examples(job: TrainingJob, state: State) -> None:
     problem, weights, evaluation = job.setup.problem, job.setup.weights, job.evaluation
     if evaluation is None or job.setup.eval is None:
         return
@@ -43,7 +43,7 @@ def _examples(job: Job, state: State) -> None:
             write_examples(job.folder, problem, examples, statistics, text)
 
 
-def _report(job: Job) -> None:
+def _report(job: TrainingJob) -> None:
     problem = job.setup.problem
     report = write_report(job.folder)
     sites = {site.name: site.C for site in problem.target.sites.all}

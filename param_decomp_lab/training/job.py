@@ -25,7 +25,7 @@ class Preempted(Exception):
     """The run was asked to stop and has saved its state if there was anything to save. Exit status 75."""
 
 
-class Job:
+class TrainingJob:
     """One job of a run, from its start or resumption to its end.
 
     ``check_lock``: raises if another job has taken the folder. ``evaluation``: None without data for it. ``identity``:

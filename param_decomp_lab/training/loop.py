@@ -16,7 +16,7 @@ from param_decomp_lab.eval.evaluation import EvaluationStopped
 from param_decomp_lab.setup import Setup
 from param_decomp_lab.setup.programs import steps_program
 from param_decomp_lab.tracking.sinks import Terminal, brief
-from param_decomp_lab.training.job import NOTHING, Job
+from param_decomp_lab.training.job import NOTHING, TrainingJob
 from param_decomp_lab.training.recorder import Recorder
 from param_decomp_lab.training.sinks import Sinks
 
@@ -24,7 +24,7 @@ from param_decomp_lab.training.sinks import Sinks
 class Loop:
     """All remaining steps of a job, from ``first`` on. ``is_saved``: whether the state of ``first`` is on disk."""
 
-    def __init__(self, job: Job, sinks: Sinks, first: int, is_saved: bool) -> None:
+    def __init__(self, job: TrainingJob, sinks: Sinks, first: int, is_saved: bool) -> None:
         self._job, self._sinks, self._first, self._is_saved = job, sinks, first, is_saved
         self._save_every = job.config.method.cadence.save_every
         self._at_once = job.config.wrapper.steps_per_dispatch

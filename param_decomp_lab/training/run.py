@@ -28,7 +28,7 @@ from param_decomp_lab.setup.programs import learned_shapes
 from param_decomp_lab.tracking.wandb_sink import Login
 from param_decomp_lab.training.finish import finish
 from param_decomp_lab.training.inputs import not_finite
-from param_decomp_lab.training.job import NOTHING, Job, Preempted, resume_hint
+from param_decomp_lab.training.job import NOTHING, Preempted, TrainingJob, resume_hint
 from param_decomp_lab.training.loop import Loop
 from param_decomp_lab.training.sinks import Sinks
 from param_decomp_lab.training.start import starting_state
@@ -68,7 +68,7 @@ def train(config: RunConfig, console: Console, processes: Processes = ALONE, sto
     with processes.sharing_errors():
         refuse_unseen(folder)
     with only_job(folder, console, processes) as check_lock:
-        return _run(Job(config, setup, folder, console, processes, stop, check_lock), resumed=False)
+        return _run(TrainingJob(config, setup, folder, console, processes, stop, check_lock), resumed=False)
 
 
 def resume(
@@ -101,7 +101,7 @@ def resume(
         with processes.sharing_errors():
             if login is not None:
                 login.require()
-        return _run(Job(now, setup, folder, console, processes, stop, check_lock), resumed=True)
+        return _run(TrainingJob(now, setup, folder, console, processes, stop, check_lock), resumed=True)
 
 
 def _refuse_imported(folder: Path) -> None:
@@ -136,7 +136,7 @@ def _refuse_different(config: RunConfig, processes: Processes) -> None:
             )
 
 
-def _run(job: Job, resumed: bool) -> Path:
+def _run(job: TrainingJob, resumed: bool) -> Path:
     """Runs all remaining steps and writes the report; returns the run folder."""
     with ExitStack() as stack:
         stack.callback(job.close)

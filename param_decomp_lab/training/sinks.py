@@ -10,7 +10,7 @@ from param_decomp_lab.runs.metrics_file import METRICS_FILE
 from param_decomp_lab.tracking.collapse import CollapseWatch
 from param_decomp_lab.tracking.sinks import MetricsFile
 from param_decomp_lab.tracking.wandb_sink import Wandb
-from param_decomp_lab.training.job import Job, Preempted
+from param_decomp_lab.training.job import Preempted, TrainingJob
 from param_decomp_lab.ui.warnings import print_warnings
 
 
@@ -18,7 +18,7 @@ class Sinks:
     """The sinks of a job from step ``first`` on, open until the end of a `with` block; in process 0 alone but for the
     watch, which warns in all."""
 
-    def __init__(self, job: Job, first: int) -> None:
+    def __init__(self, job: TrainingJob, first: int) -> None:
         job.check_folder()
         self._job, every = job, job.config.method.cadence.train_log_every
         self.collapse = CollapseWatch(job.config.method.pd.loss_metrics, job.spec.steps, every, self._warn)

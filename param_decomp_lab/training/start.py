@@ -33,14 +33,14 @@ from param_decomp_lab.setup.programs import (
 )
 from param_decomp_lab.tracking.sinks import Terminal
 from param_decomp_lab.training.inputs import changed_inputs
-from param_decomp_lab.training.job import NOTHING, Job
+from param_decomp_lab.training.job import NOTHING, TrainingJob
 from param_decomp_lab.ui.warnings import print_warnings
 
 WARMUP_CHUNK = 50
 """Warm-up steps per dispatch. The stop signal is checked between dispatches."""
 
 
-def starting_state(job: Job, resumed: bool) -> tuple[State, bool]:
+def starting_state(job: TrainingJob, resumed: bool) -> tuple[State, bool]:
     """The state that the job goes on from, and whether it is on disk. Recorded in the run folder."""
     if resumed and (found := _restored(job)) is not None:
         return found, True
@@ -49,13 +49,13 @@ def starting_state(job: Job, resumed: bool) -> tuple[State, bool]:
     return _fresh(job), False
 
 
-def _initial(job: Job) -> State:
+def _initial(job: TrainingJob) -> State:
     job.stop.may_leave(f"while making the state; {NOTHING}")
     state: State = init_program(job.outline).function()
     return state
 
 
-def _restored(job: Job) -> State | None:
+def _restored(job: TrainingJob) -> State | None:
     """The state of the newest undamaged checkpoint; None without one. Renames newer, damaged ones, so that those steps
     can be saved again."""
     job.stop.may_leave(f"while reading a checkpoint; {NOTHING}")
@@ -82,12 +82,12 @@ def _restored(job: Job) -> State | None:
     return state
 
 
-def _checkpoint_config(job: Job, step: int) -> RunConfig:
+def _checkpoint_config(job: TrainingJob, step: int) -> RunConfig:
     at = f"the checkpoint of step {step}"
     return RunConfig.from_mapping(parse_yaml(job.checkpoints.configuration(step), at), at)
 
 
-def _refuse_mismatch(job: Job, step: int) -> None:
+def _refuse_mismatch(job: TrainingJob, step: int) -> None:
     """Raises UserError if the checkpoint was saved with another configuration, target or data."""
     allowed_changes(_checkpoint_config(job, step), job.config, f"{job.folder} (step {step})")
     other = changed_inputs(job.checkpoints.inputs(step), job.inputs)
@@ -98,7 +98,7 @@ def _refuse_mismatch(job: Job, step: int) -> None:
         )
 
 
-def _fresh(job: Job) -> State:
+def _fresh(job: TrainingJob) -> State:
     """The state before step 0."""
     parent = job.processes.in_turn(partial(_parent, job))
     if parent is None:
@@ -114,7 +114,7 @@ def _fresh(job: Job) -> State:
     return replace(fresh, components=components, ci=ci)
 
 
-def _parent(job: Job) -> Parent | None:
+def _parent(job: TrainingJob) -> Parent | None:
     """The checkpoint that the run starts from. Process 0 records it; later starts use the same one."""
     parent = find_parent(job.config, job.folder)
     if parent is not None:
@@ -124,7 +124,7 @@ def _parent(job: Job) -> Parent | None:
     return parent
 
 
-def _from_weights(job: Job, state: State) -> State:
+def _from_weights(job: TrainingJob, state: State) -> State:
     """The state with the components that it is to begin with, if they are not those that were drawn."""
     begins_with = job.config.wrapper.begins_with
     if begins_with == "random":
@@ -138,7 +138,7 @@ def _from_weights(job: Job, state: State) -> State:
     return replace(state, components=components)
 
 
-def _singular_vectors(job: Job) -> Components:
+def _singular_vectors(job: TrainingJob) -> Components:
     """Weighted by what the sites give on the first batches (T6)."""
     where = f"while measuring what the sites give; {NOTHING}"
     job.stop.may_leave(where)
@@ -154,7 +154,7 @@ def _singular_vectors(job: Job) -> Components:
     return initial_components_program(job.outline).function(moments, job.setup.weights)
 
 
-def _warm_up(job: Job, state: State) -> State:
+def _warm_up(job: TrainingJob, state: State) -> State:
     """The state after the faithfulness warm-up (T3), run in dispatches of a few steps each.
 
     If asked to stop, it exits without saving, since a run cannot be resumed in the middle of the warm-up.
@@ -179,7 +179,7 @@ def _warm_up(job: Job, state: State) -> State:
     return replace(state, components=components)
 
 
-def _calibrate(job: Job, state: State) -> State:
+def _calibrate(job: TrainingJob, state: State) -> State:
     """The state with the scales of the component readout, if there is one (C8)."""
     if not isinstance(job.spec.ci, ComponentReadout):
         return state

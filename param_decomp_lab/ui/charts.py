@@ -44,7 +44,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One line of a chart. ``path`` is SVG path data in a box of 1000 × 1000; ``color`` any CSS colour."""
 
     name: str
@@ -68,7 +68,7 @@ class Chart:
 
     title: str
     note: str
-    lines: list[Line]
+    lines: list[ChartLine]
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     log: bool
@@ -170,12 +170,12 @@ def line_chart(
     x_max = max(x_max, 1)
     limit = MAX_POINTS if len(drawn) <= 8 else max(40, 8 * MAX_POINTS // len(drawn))
 
-    lines: list[Line] = []
+    lines: list[ChartLine] = []
     data: list[dict[str, object]] = []
     for i, (name, values) in enumerate(drawn.items()):
         points = thin(list(zip(values.steps, values.values, strict=True)), limit)
         color = colors[i % len(colors)]
-        lines.append(Line(name, color, _path(points, x_max, y), number(series[name].last), name in dashed))
+        lines.append(ChartLine(name, color, _path(points, x_max, y), number(series[name].last), name in dashed))
         data.append({"n": name, "c": color, "p": [[step, float(f"{v:.4g}")] for step, v in points if isfinite(v)]})
     notes = [part for part in (note, f"{lost} not finite" if lost else "") if part]
     return Chart(

@@ -31,7 +31,7 @@ CUTS = ("gpt-2", "smollm", LLAMA_3)
 WITHOUT = "--no-tokenizer leaves the tokenizer out"
 
 
-class Kind(IntEnum):
+class TokenKind(IntEnum):
     """`tokenizer.ggml.token_type`: what a token is for. Others are ordinary."""
 
     CONTROL = 3
@@ -89,9 +89,9 @@ def build_tokenizer(file: GgufFile, vocab_size: int) -> tuple[Tokenizer, dict[st
     tokenizer.decoder = decoders.ByteLevel()
     kinds = file.integers("tokenizer.ggml.token_type")
     tokenizer.add_tokens([
-        AddedToken(token, special=kind == Kind.CONTROL, normalized=False)
+        AddedToken(token, special=kind == TokenKind.CONTROL, normalized=False)
         for token, kind in zip(tokens, kinds, strict=False)
-        if kind in (Kind.CONTROL, Kind.USER_DEFINED)
+        if kind in (TokenKind.CONTROL, TokenKind.USER_DEFINED)
     ])  # fmt: skip
     roles = _roles(file, tokens)
     # llama.cpp's defaults, where the file says nothing.

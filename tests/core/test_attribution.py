@@ -108,7 +108,7 @@ def measured(case: Case) -> Any:
 
 def leaf_of(case: Case, stack: Any, layer: int, row: int, m: int) -> np.ndarray:
     """What one component contributes to what is held of its stack: ``[layers, rows, d_out]``."""
-    held = np.asarray(case.cut.held[stack.name])
+    held = np.asarray(case.cut.outputs[stack.name])
     flat = np.zeros((held.shape[0], held[0, ..., 0].size, held.shape[-1]))
     U = np.asarray(case.components[stack.name].U if stack.name in case.components else 0)[layer]
     if stack.experts is not None:
@@ -193,7 +193,7 @@ def test_edges_are_finite_differences_of_their_leaves(name: str) -> None:
 
                 def change(held: Any, entry: Any, of_biases: Any, one: Any = one) -> float:
                     """The central difference along these parts of the leaves; None: nothing of them."""
-                    leaves = case.cut.held, case.cut.entry, biases
+                    leaves = case.cut.outputs, case.cut.entry, biases
 
                     def moved(by: float) -> Any:
                         given = (held, entry, of_biases)
@@ -203,7 +203,7 @@ def test_edges_are_finite_differences_of_their_leaves(name: str) -> None:
                     return float(value(*moved(1e-4), one) - value(*moved(-1e-4), one)) / 2e-4
 
                 scale, total = 0.0, 0.0
-                zero = jax.tree.map(np.zeros_like, case.cut.held)
+                zero = jax.tree.map(np.zeros_like, case.cut.outputs)
                 checks = []
                 for stack in case.problem.target.sites.stacks:
                     layers, rows, M = case.firing[stack.name].number.shape
@@ -215,14 +215,14 @@ def test_edges_are_finite_differences_of_their_leaves(name: str) -> None:
                             for m in range(M):
                                 leaf = leaf_of(case, stack, layer, row, m)
                                 checks.append((own[layer, row, m], change({**zero, stack.name: leaf}, None, None)))
-                of_delta = {n: np.asarray(d).reshape(case.cut.held[n].shape) for n, d in case.cut.delta.items()}
+                of_delta = {n: np.asarray(d).reshape(case.cut.outputs[n].shape) for n, d in case.cut.delta.items()}
                 checks.append((sum(float(x[k].sum()) for x in found.delta.values()), change(of_delta, None, None)))
                 of_biases = case.cut.biases
                 checks.append((float(found.biases[k]), change(None, of_biases, biases)))
                 np.testing.assert_allclose(*zip(*checks, strict=True), rtol=1e-6, atol=1e-6 * scale + 1e-9)
                 # E4: all sources together are the derivative along all leaves together.
                 total += float(found.embeddings[k].sum()) + float(found.biases[k])
-                assert total == pytest.approx(change(case.cut.held, whole_entry(case), biases), rel=1e-6, abs=1e-8)
+                assert total == pytest.approx(change(case.cut.outputs, whole_entry(case), biases), rel=1e-6, abs=1e-8)
 
 
 EDGES = slow_but(("llama", "resid_mlp", "identities", "late_tms"), [name for name in CASES if name != "gpt"])

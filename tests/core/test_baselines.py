@@ -30,7 +30,7 @@ from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.resid_mlp import ResidMLP, ResidMLPConfig
 from param_decomp_lab.baselines.matching import shares
-from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, OWN, Comparison, Point
+from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, OWN, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import BASELINES, Baseline, parts_of
 from tests import reference as ref
 from tests.core import tiny, toys
@@ -220,11 +220,11 @@ def test_the_match() -> None:
             return ref.value(ref.selected_error(*for_reference, of.by_site(masks_of(k))))
 
         for l0, numbers in ((1.75, {1, 2}), (2.0, {2}), (0.4, {1}), (0.0, {1}), (7.25, {7, 8})):
-            points = [Point(OWN, LAMBDA, 0.0, l0, 0.0, 0.0, 0.0)]
+            points = [BaselinePoint(OWN, LAMBDA, 0.0, l0, 0.0, 0.0, 0.0)]
             assert shares(l0).keys() == numbers
             for k in numbers:
                 own_l0, error, cross, random, *attacked = measured(np.full(n_rows, k)).tolist()
-                points.append(Point("neurons", LARGEST, k, own_l0, error, cross, random, tuple(attacked)))
+                points.append(BaselinePoint("neurons", LARGEST, k, own_l0, error, cross, random, tuple(attacked)))
             matched = Comparison("", 0, True, 0, (3,), tuple(points), 0).matched["neurons"]
             found = (matched.l0, matched.error, matched.cross_entropy, matched.random, *matched.attacked)
             want = ref.matched(measured, n_rows, l0)

@@ -16,14 +16,13 @@ from param_decomp_jax.sharding.mesh import (
     MeshShape,
     cast_tree,
     constrain,
-    cut,
-    cut_tree,
     fitting_blocks,
     gather,
     gather_tree,
     held,
     hold,
     indices,
+    join_blocks,
     make_mesh,
     n_parts,
     physical,
@@ -31,7 +30,8 @@ from param_decomp_jax.sharding.mesh import (
     scatter,
     sharding,
     spec,
-    uncut,
+    split_blocks,
+    split_tree,
     whole,
     with_block,
     with_row,
@@ -165,8 +165,8 @@ def by_formula(x: np.ndarray, axis: int, n_blocks: int, parts: int) -> np.ndarra
 
 @pytest.mark.parametrize("shape", slow_but(FOUR[2:], FOUR), ids=str)
 @pytest.mark.parametrize("name", ["component", "component_in_use", "batch", "seq"])
-def test_cut_and_uncut(shape: MeshShape, name: str) -> None:
-    """Each block has elements of every device; `uncut` gives the array back; both move nothing between devices."""
+def test_split_and_join(shape: MeshShape, name: str) -> None:
+    """Each block has elements of every device; `join_blocks` gives the array back; neither moves data."""
     mesh = make_mesh(shape)
     x = RNG.normal(size=(24, 24, 24)).astype(np.float32)
     for axis, n_blocks in ((0, 1), (0, 2), (1, 3), (2, 6)):
@@ -178,11 +178,11 @@ def test_cut_and_uncut(shape: MeshShape, name: str) -> None:
 
             @jax.jit
             def there(x: Any, axis: int = axis, n: int = n_blocks, names: Any = tuple(names)) -> Any:
-                return constrain(cut(x, axis, n, name), None, *names)
+                return constrain(split_blocks(x, axis, n, name), None, *names)
 
             @jax.jit
             def back(x: Any, axis: int = axis, n: int = n_blocks, names: Any = tuple(names)) -> Any:
-                return constrain(uncut(x, axis, name), *names)
+                return constrain(join_blocks(x, axis, name), *names)
 
             blocks = there(placed)
             assert collectives(there.lower(placed).compile().as_text()) == set()
@@ -196,15 +196,17 @@ def test_cut_and_uncut(shape: MeshShape, name: str) -> None:
 def test_cut_without_a_mesh() -> None:
     """Into neighbours."""
     x = np.arange(12)
-    np.testing.assert_array_equal(cut(jnp.asarray(x), 0, 3, "component"), x.reshape(3, 4))
-    np.testing.assert_array_equal(uncut(cut(jnp.asarray(x), 0, 3, "component"), 0, "component"), x)
+    np.testing.assert_array_equal(split_blocks(jnp.asarray(x), 0, 3, "component"), x.reshape(3, 4))
+    np.testing.assert_array_equal(join_blocks(split_blocks(jnp.asarray(x), 0, 3, "component"), 0, "component"), x)
 
 
 def test_the_numbers_of_what_is_cut_are_cut_with_it() -> None:
     """M4: a block knows the global numbers of its elements."""
     with jax.set_mesh(make_mesh(MeshShape(fsdp=2, tensor=2))):
         x = RNG.normal(size=(3, 16)).astype(np.float32)
-        blocks, numbers = jax.jit(lambda x: (cut(x, 1, 2, "component"), cut(indices(16), 0, 2, "component")))(x)
+        blocks, numbers = jax.jit(
+            lambda x: (split_blocks(x, 1, 2, "component"), split_blocks(indices(16), 0, 2, "component"))
+        )(x)
     assert numbers.dtype == jnp.uint32
     assert sorted(np.ravel(numbers)) == list(range(16))
     assert not np.array_equal(np.ravel(numbers), np.arange(16)), "every device's own part, not neighbours"
@@ -214,7 +216,7 @@ def test_the_numbers_of_what_is_cut_are_cut_with_it() -> None:
 
 def test_blocks_must_divide_each_part() -> None:
     with jax.set_mesh(make_mesh(MeshShape(fsdp=4))), pytest.raises(AssertionError, match="3 blocks do not cut 8"):
-        jax.jit(lambda x: cut(x, 0, 3, "component"))(jnp.zeros(8))
+        jax.jit(lambda x: split_blocks(x, 0, 3, "component"))(jnp.zeros(8))
 
 
 @pytest.mark.parametrize(
@@ -235,14 +237,14 @@ def test_fitting_blocks(shape: MeshShape | None, size: int, largest: int | None,
         return
     with jax.set_mesh(make_mesh(shape)):
         assert fitting_blocks(size, largest, "component") == expected
-        assert jax.jit(lambda x: cut(x, 0, expected, "component"))(jnp.zeros(size)).shape[0] == expected
+        assert jax.jit(lambda x: split_blocks(x, 0, expected, "component"))(jnp.zeros(size)).shape[0] == expected
 
 
 def test_cutting_a_tree() -> None:
     """What has the axis, at rest or in use, is cut along it; the rest stays; a block can take the tree's place."""
     axes = {"V": Axes((None, "component")), "mask": Axes(("batch", "component_in_use")), "x": Axes((None,)), "no": None}
     tree = {"V": jnp.arange(12.0).reshape(2, 6), "mask": jnp.arange(18.0).reshape(3, 6), "x": jnp.ones(6), "no": None}
-    blocks = cut_tree(tree, axes, 3, "component")
+    blocks = split_tree(tree, axes, 3, "component")
     assert blocks["x"] is None
     assert {name: blocks[name].shape for name in ("V", "mask")} == {"V": (3, 2, 2), "mask": (3, 3, 2)}
     second = with_block(tree, jax.tree.map(lambda x: x[1], blocks))

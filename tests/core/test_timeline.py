@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from param_decomp_aot.buffers import Buffer, Ledger, Span, busiest, find_peak, ledger
+from param_decomp_aot.buffers import Buffer, BufferSpan, BufferTimeline, busiest, find_peak, ledger
 from param_decomp_aot.scopes import stage
 from param_decomp_aot.timeline import REST, arguments_by_group, bands, moments, phases, timeline
 
@@ -14,8 +14,8 @@ TEXTS = [(DUMP / f"{name}.txt").read_text() for name in ("buffer-assignment", "l
 WEIGHTS, BATCH = 3 * 1024 * 128 * 4, 128 * 1024 * 2
 
 
-def span(first: int, last: int, n_bytes: int, scope: str = "") -> Span:
-    return Span(first, last, Buffer(n_bytes, "temp", f"u8[{n_bytes}]", "x", scope, ""))
+def span(first: int, last: int, n_bytes: int, scope: str = "") -> BufferSpan:
+    return BufferSpan(first, last, Buffer(n_bytes, "temp", f"u8[{n_bytes}]", "x", scope, ""))
 
 
 def test_the_ledger_is_xlas_plan() -> None:
@@ -66,7 +66,7 @@ def test_bands_add_up() -> None:
 def test_bands_by_weight() -> None:
     """The largest at the peak comes first; what is large only elsewhere is left to the rest."""
     spans = (span(0, 1, 100, "jit(f)/a/x"), span(1, 1, 200, "jit(f)/b/x"), span(3, 3, 30, "jit(f)/c/x"), span(3, 4, 1))
-    line = timeline(Ledger((), spans, 400, ()))
+    line = timeline(BufferTimeline((), spans, 400, ()))
     assert line.live.tolist() == [100, 300, 0, 31, 1]
     assert {name: band.tolist() for name, band in bands(line, 2).items()} == {
         "b": [0, 200, 0, 0, 0],
@@ -76,7 +76,7 @@ def test_bands_by_weight() -> None:
 
 
 def test_moments_keep_the_maxima() -> None:
-    line = timeline(Ledger((), tuple(span(i, i, 1 + (i * 7919) % 1009) for i in range(5000)), 2000, ()))
+    line = timeline(BufferTimeline((), tuple(span(i, i, 1 + (i * 7919) % 1009) for i in range(5000)), 2000, ()))
     chosen = moments(line, 100)
     assert len(chosen) == 100
     assert (np.diff(chosen) > 0).all()
@@ -92,7 +92,7 @@ def test_phases() -> None:
     parts = [(40, "jit(f)/clean_pass/x"), (4, ""), (6, "jit(f)/jvp(up)/x"), (20, "jit(f)/jvp(error)/x"),
              (20, "jit(f)/transpose(jvp())/rematted_computation/x"), (10, "jit(f)/transpose(jvp())/x")]  # fmt: skip
     schedule = tuple(scope for n, scope in parts for _ in range(n))
-    line = timeline(Ledger((), (), 0, schedule))
+    line = timeline(BufferTimeline((), (), 0, schedule))
     assert phases(line, 50) == (
         (0, 43, "clean_pass"),
         (44, 49, "up, forward"),
@@ -100,11 +100,11 @@ def test_phases() -> None:
         (70, 99, "backward"),
     )
     assert phases(line, 25)[1] == (44, 51, "forward")
-    assert phases(timeline(Ledger((), (), 0, ()))) == ()
+    assert phases(timeline(BufferTimeline((), (), 0, ()))) == ()
 
 
 def test_a_program_without_temporaries() -> None:
-    line = timeline(Ledger((), (), 0, ()))
+    line = timeline(BufferTimeline((), (), 0, ()))
     assert (line.peak, line.planned, moments(line, 10).tolist(), dict(bands(line))) == (0, 0, [], {})
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from param_decomp_lab.harvest.files import Harvest
-from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
+from param_decomp_lab.harvest.files.plan import HarvestPlan, PlannedSite
 from param_decomp_lab.harvest.files.tables import SCHEMAS, Table, table_file
 
 SITES, C = ("layers.0.mlp.up_proj", "layers.1.mlp.down_proj"), 24
@@ -43,7 +43,7 @@ def plant(run: Path, seed: int = 0) -> Planted:
         lam = np.where(fires, rng.uniform(0.12, 1, fires.shape), rng.choice([0, 0.001, 0.05], fires.shape))
         importances[site] = lam.astype(np.float32)
     sites = tuple(PlannedSite(name, number, C, 4, 4) for number, name in enumerate(SITES))
-    plan = Plan(
+    plan = HarvestPlan(
         run.name, 7, "planted", ROWS, ROWS, LENGTH, "tokens", VOCABULARY, sites, THRESHOLD, seed, ROWS, EXAMPLES,
         AROUND, SAMPLED, 2,
     )  # fmt: skip

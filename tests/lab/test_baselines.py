@@ -16,7 +16,7 @@ from param_decomp_lab.baselines import measure
 from param_decomp_lab.baselines.figure import comparison_figure, plain
 from param_decomp_lab.baselines.kept import find_comparison
 from param_decomp_lab.baselines.matching import shares
-from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison, Point
+from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.compilation import jitted
 from param_decomp_lab.opening import load_run
@@ -174,7 +174,7 @@ def test_on_eight_devices(
     out = tmp_path / "eight.json"
     outcome = pd_here("eval", finished, "--baselines", *GRADIENT, "--devices", 8, "--out", out)
     assert outcome.status == 0, outcome
-    points = [Point(**raw) for raw in json.loads(out.read_text())["points"]]
+    points = [BaselinePoint(**raw) for raw in json.loads(out.read_text())["points"]]
     of_one_device = [p for p in with_gradient[0].points if p.parts in (OWN, "neurons")]
     for point, of_one in zip(points, of_one_device, strict=True):
         assert (point.parts, point.chosen, point.number) == (of_one.parts, of_one.chosen, of_one.number)

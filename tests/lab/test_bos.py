@@ -175,7 +175,7 @@ def test_units_processes_and_parts(
 ) -> None:
     monkeypatch.setattr(plan_module, "UNIT_BYTES", 1 << 14)
 
-    def plan(bos: bool | None) -> plan_module.Plan:
+    def plan(bos: bool | None) -> plan_module.TokenizePlan:
         options = Settings(seq_len=32, eval_fraction=0.2, tokens=tokens)
         return make_plan(file_units([corpus]), options, llama, (), bos)
 
@@ -255,7 +255,7 @@ def test_token_ids(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "ids.jsonl").write_text(ids)
     settings = Settings(seq_len=8, column=Column("input_ids", tokenized=True))
 
-    def plan(bos: bool | None, tokenizer: Path | None = llama, **more: Any) -> plan_module.Plan:
+    def plan(bos: bool | None, tokenizer: Path | None = llama, **more: Any) -> plan_module.TokenizePlan:
         changed = Settings(**{**vars(settings), **more})
         return make_plan(file_units([tmp_path / "ids.jsonl"]), changed, tokenizer, (), bos)
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from param_decomp_lab.data import bpe as bpe_module
 from param_decomp_lab.data.bpe import TEXT_BOUNDARY, train_bpe
 from param_decomp_lab.data.meta import DataMeta
-from param_decomp_lab.data.plan import Plan, Settings
+from param_decomp_lab.data.plan import Settings, TokenizePlan
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.data.tokenize import file_units, make_plan
@@ -45,7 +45,7 @@ def made(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan_of(corpus: Path) -> Plan:
+def plan_of(corpus: Path) -> TokenizePlan:
     return make_plan(file_units([corpus]), Settings(seq_len=16, eval_fraction=0.3), BYTES, ("corpus",))
 
 

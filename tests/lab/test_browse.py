@@ -26,7 +26,7 @@ from param_decomp_lab.browse.component_list import Query, find_components
 from param_decomp_lab.browse.listen import _bind, listen
 from param_decomp_lab.browse.pages import by_sign, by_third
 from param_decomp_lab.browse.server import make_app
-from param_decomp_lab.browse.text_worker import Answer
+from param_decomp_lab.browse.text_worker import TextAnswer
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Example, Harvest, find_harvests
 from param_decomp_lab.opening import Run
@@ -80,7 +80,7 @@ def numbers_of(page: Response) -> list[int]:
 def test_every_link_leads_somewhere(shown: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first page, each address once, with one of each kind of query; no process of a run is started."""
     asked = "param_decomp_lab.browse.text_worker.TextWorker._question"
-    monkeypatch.setattr(asked, lambda worker, question: Answer(wrong="not asked"))
+    monkeypatch.setattr(asked, lambda worker, question: TextAnswer(wrong="not asked"))
     todo, done, kinds = ["/"], set[str](), set[str]()
     while todo:
         link = todo.pop()

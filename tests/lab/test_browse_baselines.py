@@ -13,7 +13,7 @@ import pytest
 
 from param_decomp_lab.baselines.figure import comparison_figure
 from param_decomp_lab.baselines.kept import Kept, comparison_file, find_comparison, keep
-from param_decomp_lab.baselines.measure import BY_GRADIENT, LAMBDA, LARGEST, ON_OFF, OWN, Comparison, Point
+from param_decomp_lab.baselines.measure import BY_GRADIENT, LAMBDA, LARGEST, ON_OFF, OWN, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.baselines.replacements import ACTIVE, Replacement, ReplacementPoint
 from param_decomp_lab.browse.baselines_page import DEPTH, plot
@@ -22,14 +22,14 @@ from tests.lab.test_browse import LLAMA, MARKUP, base, client
 from tests.lab.tiny_run import STEPS
 
 OF_RUN = (
-    Point(OWN, LAMBDA, 0.0, 1.75, 0.02, 0.03, 0.01, (0.5, 0.75)),
-    Point(OWN, ON_OFF, 0.0, 1.75, 0.015, 0.025, 0.008, (0.4, 0.6)),
-    Point(OWN, ON_OFF, 0.5, 1.0, 0.05, 0.06, 0.02),
-    Point(OWN, ON_OFF, 0.9, 0.0, 0.8, 0.9, 0.3),  # nothing is on
-    Point(OWN, LARGEST, 1.0, 0.9, 0.06, 0.07, 0.03),
+    BaselinePoint(OWN, LAMBDA, 0.0, 1.75, 0.02, 0.03, 0.01, (0.5, 0.75)),
+    BaselinePoint(OWN, ON_OFF, 0.0, 1.75, 0.015, 0.025, 0.008, (0.4, 0.6)),
+    BaselinePoint(OWN, ON_OFF, 0.5, 1.0, 0.05, 0.06, 0.02),
+    BaselinePoint(OWN, ON_OFF, 0.9, 0.0, 0.8, 0.9, 0.3),  # nothing is on
+    BaselinePoint(OWN, LARGEST, 1.0, 0.9, 0.06, 0.07, 0.03),
 )
 OF_BASELINES = tuple(
-    Point(name, LARGEST, k, k, 0.25 / (1 + n) / k**8, 0.1, 0.1 / (1 + n), (2 / k, 4 / k) if k < 4 else ())
+    BaselinePoint(name, LARGEST, k, k, 0.25 / (1 + n) / k**8, 0.1, 0.1 / (1 + n), (2 / k, 4 / k) if k < 4 else ())
     for n, name in enumerate(BASELINES)
     for k in (1.0, 2.0, 4.0)
 )
@@ -107,8 +107,8 @@ def test_a_choice_by_gradient(mine: Path) -> None:
     """It is named wherever it counts. A file from before there was a choice has one by activation."""
     chosen = tuple(replace(p, chosen=BY_GRADIENT) for p in OF_BASELINES)
     own = (
-        Point(OWN, BY_GRADIENT, 1.0, 1.0, 0.0425, 0.08, 0.025, (0.65, 1.1)),
-        Point(OWN, BY_GRADIENT, 2.0, 2.0, 0.0125, 0.02, 0.005, (0.25, 0.5)),
+        BaselinePoint(OWN, BY_GRADIENT, 1.0, 1.0, 0.0425, 0.08, 0.025, (0.65, 1.1)),
+        BaselinePoint(OWN, BY_GRADIENT, 2.0, 2.0, 0.0125, 0.02, 0.005, (0.25, 0.5)),
     )
     by_gradient = comparison(points=(*OF_RUN[:-1], *own, *chosen), choice="gradient")
     file = comparison_file(mine / LLAMA, STEPS)

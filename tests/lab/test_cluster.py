@@ -24,7 +24,7 @@ from param_decomp_lab.cluster.merging import History, Merger
 from param_decomp_lab.cluster.request import ClusterRequest
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Harvest
-from param_decomp_lab.harvest.files.plan import Plan, PlannedSite
+from param_decomp_lab.harvest.files.plan import HarvestPlan, PlannedSite
 from param_decomp_lab.harvest.files.tables import FIRINGS_FILE, PLAN_FILE, POSITIONS_FILE
 from tests import reference
 from tests.lab.tiny_run import pd_here
@@ -163,7 +163,7 @@ def test_seeds_break_ties_and_are_repeatable() -> None:
 def written(folder: Path, active: np.ndarray, sites: dict[str, int]) -> Harvest:
     """What of a harvest is read to find groups: its plan, and what fires at each of its positions [N, C]."""
     planned = tuple(PlannedSite(name, n, C, 1, 1) for n, (name, C) in enumerate(sites.items()))
-    plan = Plan(
+    plan = HarvestPlan(
         "p-00000001", 0, "made up", len(active), len(active), 1, "features", 3, planned, 0.0, 0, 64, 1, 0, 64, 1
     )  # fmt: skip
     folder.mkdir(parents=True)

@@ -16,9 +16,9 @@ from param_decomp_jax.sharding.memory import ONE_CARD
 from param_decomp_lab.config import load_config
 from param_decomp_lab.config.core_specs import decomposition
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.probe.fastest import Choice, Space, fastest
+from param_decomp_lab.probe.fastest import LayoutChoice, Space, fastest
 from param_decomp_lab.probe.fit import FitRequest, fit, own_config, report, valid_spaces
-from param_decomp_lab.probe.search import Kind, Point, best
+from param_decomp_lab.probe.search import SearchPoint, Variant, best
 from param_decomp_lab.probe.vary import parse_vary
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -26,7 +26,7 @@ NINE_LAYERS = CONFIGS / "llama8b_l18-26_9layer_chunkwise.yaml"
 LAYER_18 = CONFIGS / "llama8b_l18.yaml"
 
 
-def answered(kind: Kind, batch: int, peak: float, seconds: float, pool: float) -> Point:
+def answered(kind: Variant, batch: int, peak: float, seconds: float, pool: float) -> SearchPoint:
     """What `pd probe` might say of a run."""
     answer = {
         "verdict": "fits" if peak <= pool else "does_not_fit",
@@ -44,7 +44,7 @@ def answered(kind: Kind, batch: int, peak: float, seconds: float, pool: float) -
         "limit_bound": False,
         "notes": [],
     }
-    return Point(kind, batch, answer)
+    return SearchPoint(kind, batch, answer)
 
 
 @st.composite
@@ -59,14 +59,16 @@ def worlds(draw: st.DrawFn) -> tuple[list[list[tuple[float, float]]], float]:
     return choices, draw(st.floats(1, 150))
 
 
-def search_in(world: Sequence[Sequence[tuple[float, float]]], pool: float) -> tuple[list[Point], Point | None]:
+def search_in(
+    world: Sequence[Sequence[tuple[float, float]]], pool: float
+) -> tuple[list[SearchPoint], SearchPoint | None]:
     choices = tuple(
-        Choice(f"c{i}", tuple((f"{level}", ((f"c{i}", level),)) for level in range(len(levels))))
+        LayoutChoice(f"c{i}", tuple((f"{level}", ((f"c{i}", level),)) for level in range(len(levels))))
         for i, levels in enumerate(world)
     )
     space = Space("mesh", choices, tuple(len(levels) - 1 for levels in world), 8, tuple)
 
-    def ask_all(kinds: Sequence[Kind]) -> list[Point]:
+    def ask_all(kinds: Sequence[Variant]) -> list[SearchPoint]:
         parts = [[world[int(key[1:])][level] for key, level in kind.settings] for kind in kinds]
         sums = [(10 + sum(gib for gib, _ in part), 10 + sum(s for _, s in part)) for part in parts]
         return [answered(kind, 8, *each, pool) for kind, each in zip(kinds, sums, strict=True)]
@@ -104,14 +106,14 @@ def test_what_is_found_is_nearly_the_fastest() -> None:
 
 
 def test_a_slower_mesh_is_left_alone() -> None:
-    choice = Choice("c", (("less", (("c", 0),)), ("more", (("c", 1),))))
+    choice = LayoutChoice("c", (("less", (("c", 0),)), ("more", (("c", 1),))))
     spaces = [Space(name, (choice,), (1,), 8, tuple) for name in ("slow", "quick", "unknown")]
     asked: list[str] = []
 
-    def ask_all(kinds: Sequence[Kind]) -> list[Point]:
+    def ask_all(kinds: Sequence[Variant]) -> list[SearchPoint]:
         asked.extend(kind.name for kind in kinds)
         return [
-            Point(kind, 8, None, "the compiler gave up")
+            SearchPoint(kind, 8, None, "the compiler gave up")
             if kind.name.startswith("unknown")
             else answered(kind, 8, 50 if kind.name.endswith("more") else 5, {"s": 30, "q": 10}[kind.name[0]], 20)
             for kind in kinds
@@ -204,7 +206,7 @@ def test_from_question_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The step that is fastest does not fit; of those that do the chosen one is written as a configuration, with the
     table in its head. After the minutes nothing new is asked."""
 
-    def probe(request: FitRequest, kind: Kind, batch: int, options: Sequence[str]) -> Point:
+    def probe(request: FitRequest, kind: Variant, batch: int, options: Sequence[str]) -> SearchPoint:
         settings = dict(kind.settings)
         config = load_config(request.path, request.sets(kind, batch))
         held = config.wrapper.memory.held if "memory.held" in settings else dict.fromkeys("abcd", "device")

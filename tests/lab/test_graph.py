@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph import Graph
 from param_decomp_lab.graph.incoming import Incoming
-from param_decomp_lab.graph.influence import Rows, influence, prune
+from param_decomp_lab.graph.influence import IncomingEdges, influence, prune
 from param_decomp_lab.opening import Run, load_run
 from tests import reference as ref
 from tests.core import test_experts as with_experts
@@ -204,7 +204,7 @@ def test_influence_and_pruning_are_the_reference_s(data: st.DataObject) -> None:
     weights = rng.normal(size=(n_outputs + len(followed), n)) * (rng.uniform(size=(n_outputs + len(followed), n)) < 0.6)
     weights[n_outputs:] *= level[None] < level[followed][:, None]
     p = rng.uniform(0.1, 1, n_outputs)
-    rows = Rows(weights, followed, level[followed], p / p.sum())
+    rows = IncomingEdges(weights, followed, level[followed], p / p.sum())
     values = influence(rows.shares, followed, level[followed], rows.probability)
     assume(values.sum() > 0)
     dense = np.zeros((n + n_outputs, n + n_outputs))

@@ -22,8 +22,8 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.launch import command as launching
 from param_decomp_lab.launch import local
 from param_decomp_lab.launch.code_copy import Code
-from param_decomp_lab.launch.job import Job, parse_more, sbatch_environment, script_text, without_job_variables
-from param_decomp_lab.launch.layout import Layout, choose_layout
+from param_decomp_lab.launch.job import SlurmJob, parse_more, sbatch_environment, script_text, without_job_variables
+from param_decomp_lab.launch.layout import JobLayout, choose_layout
 from param_decomp_lab.launch.sweep import choices
 from param_decomp_lab.probe.subprocess import ProbeOutput
 from tests.lab.one_node import FAST, Checkout, sets
@@ -31,8 +31,8 @@ from tests.lab.several import environment_of
 from tests.lab.tiny_run import LIGHT, PD, ROOT, Outcome, Tiny, pd_here, rows, saved_steps
 from tests.plugin import needs_plugin
 
-GPUS = Layout(nodes=2, per_node=4, simulated=None)
-CPUS = Layout(nodes=1, per_node=2, simulated=3)
+GPUS = JobLayout(nodes=2, per_node=4, simulated=None)
+CPUS = JobLayout(nodes=1, per_node=2, simulated=3)
 
 
 # ---- sweeps ----
@@ -137,7 +137,7 @@ def test_no_checkout(tmp_path: Path) -> None:
 
 def test_script_of_a_run(tmp_path: Path) -> None:
     run = tmp_path / "with a space" / "p-00000001"
-    job = Job(
+    job = SlurmJob(
         "12:00:00", "gpu", "lab", "high", 7, shared=True, notice_s=900, more={"constraint": "h100", "contiguous": None}
     )
     text = script_text(job, GPUS, "llama", [run], run / "job.sbatch")
@@ -155,7 +155,7 @@ def test_script_of_a_sweep(tmp_path: Path) -> None:
     """One array; each job of it starts its own run, with simulated devices where there are no GPUs."""
     runs = [tmp_path / f"p-0000000{number}" for number in range(3)]
     script = tmp_path / "sweeps" / "s-00000000" / "job.sbatch"
-    text = script_text(Job(), CPUS, "tms", runs, script)
+    text = script_text(SlurmJob(), CPUS, "tms", runs, script)
     options = {line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")}
     assert {"--array=0-2%3", f"--output={script.parent}/%A_%a.log", "--exclusive", "--mem=0"} <= options
     assert not [option for option in options if "gpu" in option or "wckey" in option]
@@ -188,10 +188,10 @@ def test_names_reach_the_run_as_they_are(
     runs = [tmp_path / name / f"p-0000000{number}" for number in range(1 + several)]
     script = tmp_path / name / "job.sbatch"
     plain = [Path("/p-00000001"), Path("/p-00000002")][: 1 + several]
-    text = script_text(Job(), GPUS, "job", runs, script)
+    text = script_text(SlurmJob(), GPUS, "job", runs, script)
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     # Options come before the first line of shell: the later lines of a name, whatever they look like, are none.
-    assert list(options_of(text)) == list(options_of(script_text(Job(), GPUS, "job", plain, script)))
+    assert list(options_of(text)) == list(options_of(script_text(SlurmJob(), GPUS, "job", plain, script)))
     start = runs[-1] / "code" / "slurm" / "start.sh"
     start.parent.mkdir(parents=True)
     start.write_text('printf "%s\\0" "$1" "$PYTHON" "$PD_AGAIN" "$PWD" > "$1/given"')
@@ -235,11 +235,11 @@ def test_a_folder_that_the_python_path_cannot_name(tiny: Tiny, tmp_path: Path) -
 @pytest.mark.parametrize("value", ["a\nb", "a\rb", "a\0b", "a\x1bb", "a\udc80"])
 @pytest.mark.parametrize("option", ["partition", "account", "qos", "time", "comment", "name"])
 def test_options_of_more_than_a_line(option: str, value: str) -> None:
-    job, name = Job(), "job"
+    job, name = SlurmJob(), "job"
     if option == "name":
         name = value
     elif option == "comment":
-        job = Job(more={"comment": value})
+        job = SlurmJob(more={"comment": value})
     else:
         job = replace(job, **{option: value})
     with pytest.raises(UserError, match=r": 'a.*b?' contains .*; in a batch script it must be one line"):
@@ -248,7 +248,7 @@ def test_options_of_more_than_a_line(option: str, value: str) -> None:
 
 def test_values_are_quoted_as_sbatch_reads_them() -> None:
     """It takes the character after a backslash as it is, in quotes as well."""
-    job = Job(partition="it's", more={"comment": "a\\b #c"})
+    job = SlurmJob(partition="it's", more={"comment": "a\\b #c"})
     text = script_text(job, GPUS, "job", [Path("/p-00000001")], Path("/p-00000001/job.sbatch"))
     assert options_of(text)["--comment"] == "'a\\\\b #c'"
     assert shlex.split(options_of(text)["--partition"]) == ["it's"]
@@ -294,20 +294,20 @@ def test_another_jobs_variables_are_scrubbed() -> None:
 
 def test_defaults_do_not_go_before_what_was_said() -> None:
     """sbatch prefers variables to what a script says."""
-    script = script_text(Job(partition="gpu"), GPUS, "a", [Path("/p-00000001")], Path("/p-00000001/job.sbatch"))
+    script = script_text(SlurmJob(partition="gpu"), GPUS, "a", [Path("/p-00000001")], Path("/p-00000001/job.sbatch"))
     defaults = {"SBATCH_ACCOUNT": "lab", "SBATCH_PARTITION": "cpu", "SBATCH_TIMELIMIT": "5", "SBATCH_NO_REQUEUE": "1"}
     assert sbatch_environment({**defaults, "HOME": "/"}, script) == {"SBATCH_ACCOUNT": "lab", "HOME": "/"}
 
 
 def test_places(tiny: Tiny) -> None:
-    def on(mesh: str, *where: Any) -> Layout:
+    def on(mesh: str, *where: Any) -> JobLayout:
         return choose_layout(load_config(tiny.config, [f"mesh={mesh}", "pd.batch_size=24", "eval=null"]), *where)
 
     eight = "{replica: 2, fsdp: 4}"
     assert on(eight, 2, 4, True) == on(eight, 2, None, True) == on(eight, None, 4, True) == GPUS
-    assert on(eight, None, None, True) == Layout(1, 8, None)
+    assert on(eight, None, None, True) == JobLayout(1, 8, None)
     assert on("{fsdp: 6}", None, 2, False) == CPUS
-    assert on(eight, None, None, False) == Layout(1, 1, 8)
+    assert on(eight, None, None, False) == JobLayout(1, 1, 8)
     with pytest.raises(UserError, match="2 nodes of 8 GPUs are 16; make them equal"):
         on(eight, 2, 8, True)
     with pytest.raises(UserError, match="are 8 devices, which cannot be divided evenly over 3 tasks"):
@@ -567,7 +567,7 @@ def test_what_processes_here_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     assert local.run_here(run, CPUS) == 0
     assert (run / "1").read_text() == "cpu --a --xla_force_host_platform_device_count=3  no no\n"
-    assert local.run_here(run, Layout(1, 2, None)) == 0
+    assert local.run_here(run, JobLayout(1, 2, None)) == 0
     assert [(run / str(number)).read_text() for number in range(2)] == [" --a 5 no no\n", " --a 6 no no\n"]
 
 

@@ -15,7 +15,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Harvest
 from param_decomp_lab.harvest.files.overlap import nearest_by_firing, overlap, pair_overlaps, same_rows
 from param_decomp_lab.matching import pairs as matching
-from param_decomp_lab.matching.pairs import Fired, Pairs, pairs_of
+from param_decomp_lab.matching.pairs import Fired, MatchedPairs, pairs_of
 from param_decomp_lab.opening import Run
 from param_decomp_lab.runs.checkpoints.store import Checkpoints
 from tests import reference as ref
@@ -40,7 +40,7 @@ def drawn(seed: int, n: int, m: int) -> tuple[Fired, Fired]:
     return one, Fired(V, U)
 
 
-def check_pairs(found: Pairs, one: Fired, other: Fired, expected: list[tuple[int, int]]) -> None:
+def check_pairs(found: MatchedPairs, one: Fired, other: Fired, expected: list[tuple[int, int]]) -> None:
     cosines = ref.similarity(one.V, one.U, other.V, other.U)
     assert sorted(zip(found.one.tolist(), found.other.tolist(), strict=True)) == sorted(expected)
     assert found.similarity == pytest.approx([cosines[pair] for pair in zip(found.one, found.other, strict=True)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from param_decomp_aot.buffers import Buffer, Ledger, Span, find_peak, ledger
+from param_decomp_aot.buffers import Buffer, BufferSpan, BufferTimeline, find_peak, ledger
 from param_decomp_aot.timeline import Timeline, arguments_by_group, bands, timeline
 from param_decomp_lab.metrics.figures import save_figure
 from param_decomp_lab.probe.memory_page import N_MOMENTS, N_ROWS, N_SPANS, memory_page
@@ -21,7 +21,7 @@ TEXTS = [(DUMP / f"{name}.txt").read_text() for name in ("buffer-assignment", "l
 MIB = 2**20
 
 
-def page_of(found: Ledger, title: str = "a step", **lines: int) -> str:
+def page_of(found: BufferTimeline, title: str = "a step", **lines: int) -> str:
     return memory_page(title, timeline(found), find_peak(found), arguments_by_group(found), {"card": "b200"}, **lines)
 
 
@@ -31,15 +31,15 @@ def data_of(page: str) -> Any:
     return json.loads(found[1])
 
 
-def many(n: int) -> Ledger:
+def many(n: int) -> BufferTimeline:
     """``n`` buffers of different sizes and scopes, all different."""
     rng = np.random.default_rng(0)
     spans = tuple(
-        Span(i, i + int(rng.integers(1, 500)), Buffer(int(rng.integers(1, MIB)), "temp", f"f32[{i}]", f"x.{i}",
+        BufferSpan(i, i + int(rng.integers(1, 500)), Buffer(int(rng.integers(1, MIB)), "temp", f"f32[{i}]", f"x.{i}",
         f"jit(step)/layer_{i % 50}/part_{i % 7}/op_{i}", f"/somewhere/site-packages/optax/file.py:{i}"))
         for i in range(n)
     )  # fmt: skip
-    return Ledger((), spans, 2**40, tuple(f"jit(step)/phase_{i // 1000}/op_{i}" for i in range(n)))
+    return BufferTimeline((), spans, 2**40, tuple(f"jit(step)/phase_{i // 1000}/op_{i}" for i in range(n)))
 
 
 # ---- the page ----
@@ -94,8 +94,10 @@ def test_a_large_program_stays_small() -> None:
 
 
 def test_the_rest_of_the_table_is_summed() -> None:
-    spans = tuple(Span(0, 0, Buffer(1000 - i, "temp", f"u8[{1000 - i}]", f"x{i}", "", "")) for i in range(N_ROWS + 3))
-    page = page_of(Ledger((), spans, 2**20, ("",)))
+    spans = tuple(
+        BufferSpan(0, 0, Buffer(1000 - i, "temp", f"u8[{1000 - i}]", f"x{i}", "", "")) for i in range(N_ROWS + 3)
+    )
+    page = page_of(BufferTimeline((), spans, 2**20, ("",)))
     assert re.search(r'<tfoot><tr><td class="n">0\.000</td><td class="n">3</td>', page)
 
 
@@ -110,12 +112,14 @@ def test_lines_are_drawn_where_they_are_near() -> None:
 
 def test_words_are_escaped() -> None:
     bad = "</script><img src=x>"
-    found = Ledger((), (Span(0, 1, Buffer(8, "temp", bad, "x", f"jit(f)/{bad}/y", bad)),), 8, (f"jit(f)/{bad}/y",))
+    found = BufferTimeline(
+        (), (BufferSpan(0, 1, Buffer(8, "temp", bad, "x", f"jit(f)/{bad}/y", bad)),), 8, (f"jit(f)/{bad}/y",)
+    )
     assert bad not in page_of(found, title=bad)
 
 
 def test_nothing_in_it() -> None:
-    page = page_of(Ledger((), (), 0, ()))
+    page = page_of(BufferTimeline((), (), 0, ()))
     assert data_of(page)["at"] == []
 
 
@@ -135,7 +139,7 @@ def test_the_figure(tmp_path: Path) -> None:
     assert drawn(line, tmp_path / "near.png", pool=44 * MIB, capacity=48 * MIB) == (810, 1650, 4)
     drawn(line, tmp_path / "far.png", pool=2**36, capacity=2**37)
     drawn(timeline(many(5000)), tmp_path / "many.png")
-    drawn(timeline(Ledger((), (), 0, ())), tmp_path / "empty.png")
+    drawn(timeline(BufferTimeline((), (), 0, ())), tmp_path / "empty.png")
 
 
 def test_what_the_figure_says() -> None:

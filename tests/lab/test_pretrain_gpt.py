@@ -15,7 +15,7 @@ from jax.extend.core import jaxprs_in_params
 from safetensors.numpy import load_file, save_file
 
 from param_decomp_jax.targets import gpt
-from param_decomp_jax.targets.gpt import Computation, GPTConfig, gpt_logits
+from param_decomp_jax.targets.gpt import GPTComputation, GPTConfig, gpt_logits
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.pretrain import pretrain
 from param_decomp_lab.pretrain.models import language_model
@@ -85,7 +85,7 @@ def reference(w, config, tokens):
 def test_logits_are_those_of_the_reference(layers):
     weights = weights_of(CONFIG)
     for tokens in (TOKENS, TOKENS[:, :5]):
-        found = gpt_logits(weights, CONFIG, tokens, Computation(layers=layers))
+        found = gpt_logits(weights, CONFIG, tokens, GPTComputation(layers=layers))
         np.testing.assert_allclose(found, reference(weights, CONFIG, tokens), rtol=2e-4, atol=2e-5)
 
 
@@ -134,7 +134,7 @@ def assert_close(found, wanted):
 )
 def test_what_is_recomputed_changes_no_number(remat, layers):
     """Dropout is drawn again, and is the same."""
-    assert_close(gradients(Computation(layers=layers, remat=frozenset(remat))), gradients(Computation()))
+    assert_close(gradients(GPTComputation(layers=layers, remat=frozenset(remat))), gradients(GPTComputation()))
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_what_is_recomputed_is_not_kept():
 
     sets = [{"block"}, {"mlp", "attention"}, {"attention"}, set()]
     for layers in ("scan", "unroll"):
-        found = [kept(Computation(layers=layers, remat=frozenset(remat))) for remat in sets]
+        found = [kept(GPTComputation(layers=layers, remat=frozenset(remat))) for remat in sets]
         assert found == sorted(found)
         assert len(set(found)) == 4
 
@@ -213,7 +213,7 @@ def test_precision(dtype, softmax_dtype):
     """Products have inputs in ``dtype``, exponentials of scores are in ``softmax_dtype``, logits come out in fp32."""
 
     def forward(weights):
-        how = Computation(jnp.dtype(dtype), jnp.dtype(softmax_dtype), layers="unroll")
+        how = GPTComputation(jnp.dtype(dtype), jnp.dtype(softmax_dtype), layers="unroll")
         return gpt_logits(weights, CONFIG, jnp.asarray(TOKENS), how)
 
     weights = weights_of(CONFIG)
@@ -298,7 +298,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     config, found = load_target(tmp_path)
     assert config == CONFIG
     jax.tree.map(np.testing.assert_array_equal, found, weights)
-    np.testing.assert_array_equal(*(gpt_logits(w, CONFIG, TOKENS, Computation()) for w in (found, weights)))
+    np.testing.assert_array_equal(*(gpt_logits(w, CONFIG, TOKENS, GPTComputation()) for w in (found, weights)))
 
 
 def test_bad_folders(tmp_path):

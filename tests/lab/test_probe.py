@@ -27,13 +27,13 @@ from param_decomp_lab.config import write as write_config_module
 from param_decomp_lab.config.write import write_config
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.evaluation import Evaluation
-from param_decomp_lab.probe.answer import Answer, compile_parts
+from param_decomp_lab.probe.answer import ProbeAnswer, compile_parts
 from param_decomp_lab.probe.cache import cached
-from param_decomp_lab.probe.cards import TABLE, Pool, find_card
+from param_decomp_lab.probe.cards import TABLE, MemoryPool, find_card
 from param_decomp_lab.probe.command import gpus_per_node_of_mesh
 from param_decomp_lab.probe.fit import FitRequest, fit, own_config, valid_kinds, valid_spaces
 from param_decomp_lab.probe.measure import Where
-from param_decomp_lab.probe.search import Kind, Point, best, frontier, largest_that_fits, search
+from param_decomp_lab.probe.search import SearchPoint, Variant, best, frontier, largest_that_fits, search
 from param_decomp_lab.probe.subject import STEP, Subject, run_subject
 from param_decomp_lab.probe.subprocess import probe_in_subprocess
 from param_decomp_lab.probe.vary import evaluating_less, kinds, parse_vary
@@ -138,12 +138,12 @@ def counts(state: Any) -> int:
 
 def test_the_pool() -> None:
     """memory.md's figure for a B200."""
-    b200 = Pool.from_card(find_card("B200"))
+    b200 = MemoryPool.from_card(find_card("B200"))
     assert b200.capacity / GIB == pytest.approx(178.4, abs=0.05)
     assert b200.usable / GIB == pytest.approx(178.36 * 0.92 - 5, abs=0.05)
     for wrong in ({"fraction": 1.2}, {"fraction": 0}, {"margin_gib": -1}, {"margin_gib": 400}):
         with pytest.raises(UserError):
-            Pool.from_card(find_card("b200"), **wrong)  # type: ignore[arg-type]
+            MemoryPool.from_card(find_card("b200"), **wrong)  # type: ignore[arg-type]
 
 
 def test_a_card_of_ones_own(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_card_of_ones_own(tmp_path: Path) -> None:
 
     assert find_card(write()) == find_card("h100")
     mine = find_card(write(name="Mine", device_memory_bytes="50000000000", bf16_flops="494.5e12"))
-    assert (mine.name, Pool.from_card(mine).capacity) == ("mine", 50_000_000_000)
+    assert (mine.name, MemoryPool.from_card(mine).capacity) == ("mine", 50_000_000_000)
     assert mine.rates.bf16_flops == pytest.approx(find_card("h100").rates.bf16_flops / 2, rel=0.01)
     for column, value, message in (
         ("core_count", "", "lacks core_count"),
@@ -377,11 +377,11 @@ def test_the_host_is_another_memory(tiny: Tiny, tmp_path: Path) -> None:
     parts = ("components_moments", "ci_moments", "sources_moments")
     wide = "pd.decomposition_targets=[{module_pattern: 'layers.*.mlp.*_proj', C: 2048}]"
 
-    def asked(*offloaded: str) -> Answer:
+    def asked(*offloaded: str) -> ProbeAnswer:
         sets = ["mesh.fsdp=8", wide, f"memory.offload={json.dumps(list(offloaded))}", "eval=null"]
         subject, b200 = run_subject(load_config(tiny.config, sets)), find_card("b200")
         return compile_parts(
-            subject, b200, Where(b200.description, 8, None), Pool.from_card(b200), lambda _: None, quick=True
+            subject, b200, Where(b200.description, 8, None), MemoryPool.from_card(b200), lambda _: None, quick=True
         )
 
     jax.config.update("jax_platforms", "cpu")
@@ -405,11 +405,11 @@ def test_bisection_finds_the_largest(needs: list[int], limit: int) -> None:
     """With as many questions as a bisection takes, and one at most for a kind that fits throughout."""
     asked: list[int] = []
 
-    def point(kind: Kind, batch: int) -> Point:
+    def point(kind: Variant, batch: int) -> SearchPoint:
         asked.append(batch)
         return made_up(kind, batch, peak=needs[batch - 1], limit=limit)
 
-    points = largest_that_fits(Kind("k", (), tuple(range(1, len(needs) + 1))), point)
+    points = largest_that_fits(Variant("k", (), tuple(range(1, len(needs) + 1))), point)
     fitting = [batch for batch in range(1, len(needs) + 1) if needs[batch - 1] <= limit]
     found = best(points)
     assert (found.batch if found else None) == (max(fitting) if fitting else None)
@@ -418,22 +418,22 @@ def test_bisection_finds_the_largest(needs: list[int], limit: int) -> None:
         assert len(asked) == 1
 
 
-def made_up(kind: Kind, batch: int, peak: float, limit: float, step_s: float = 1.0) -> Point:
+def made_up(kind: Variant, batch: int, peak: float, limit: float, step_s: float = 1.0) -> SearchPoint:
     moved = {"memory": 0, "within_node": 0, "between_nodes": 0}
     answer = {"verdict": "fits" if peak <= limit else "does_not_fit", "peak_gib": peak, "tokens_per_step": batch * 8}
     times = {"arithmetic": step_s, "overlapping": step_s}
     rest = {"pool_gib": limit, "capacity_gib": 2 * limit, "gpu": "b200", "matmul_flops": 10**15, "step_s": step_s}
-    return Point(kind, batch, {**answer, **rest, "roofline_s": times, "bytes_moved": moved, "largest_part": STEP})
+    return SearchPoint(kind, batch, {**answer, **rest, "roofline_s": times, "bytes_moved": moved, "largest_part": STEP})
 
 
 def test_the_best_of_several_kinds() -> None:
     """Most tokens first, then speed; what cannot be told ends its kind and no other."""
-    a, b, c = (Kind(name, (), (8, 16, 32)) for name in "abc")
+    a, b, c = (Variant(name, (), (8, 16, 32)) for name in "abc")
     speeds = {"a": 2.0, "b": 1.0}
 
-    def point(kind: Kind, batch: int) -> Point:
+    def point(kind: Variant, batch: int) -> SearchPoint:
         if kind is c:
-            return Point(c, batch, None, "the compiler gave up")
+            return SearchPoint(c, batch, None, "the compiler gave up")
         return made_up(kind, batch, peak=batch, limit=20, step_s=speeds[kind.name])
 
     points = search((a, b, c), point, workers=2)
@@ -466,7 +466,7 @@ LAYER_18 = ROOT / "configs" / "llama8b_l18.yaml"
 def test_what_is_said_is_not_varied() -> None:
     """And batches are cut into micro-batches."""
 
-    def found(*overrides: str, vary: Sequence[str] = ()) -> list[Kind]:
+    def found(*overrides: str, vary: Sequence[str] = ()) -> list[Variant]:
         request = FitRequest(LAYER_18, overrides, "h100", 8, 8)
         return valid_kinds(request, load_config(LAYER_18, overrides), parse_vary(vary))
 
@@ -550,7 +550,7 @@ def test_an_evaluation_that_is_too_large(
     each GPU."""
     asked: list[tuple[int, int]] = []
 
-    def needs(request: FitRequest, kind: Kind, batch: int, options: tuple[str, ...]) -> Point:
+    def needs(request: FitRequest, kind: Variant, batch: int, options: tuple[str, ...]) -> SearchPoint:
         config = load_config(request.path, request.sets(kind, batch))
         assert config.method.eval is not None
         evaluated = config.method.eval.batch_size

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from param_decomp_lab.config.overrides import parse_overrides
-from param_decomp_lab.launch.job import Job, script_text
-from param_decomp_lab.launch.layout import Layout
+from param_decomp_lab.launch.job import SlurmJob, script_text
+from param_decomp_lab.launch.layout import JobLayout
 from tests.lab.test_launch import HOSTILE
 from tests.lab.tiny_run import ROOT
 
@@ -238,9 +238,9 @@ def test_signal_goes_to_the_tasks() -> None:
 
 def test_asks_for_what_pd_launch_asks_for() -> None:
     """But for the name, and where the log is."""
-    layout = Layout(nodes=1, per_node=8, simulated=None)
+    layout = JobLayout(nodes=1, per_node=8, simulated=None)
     launched = script_text(
-        Job(), layout, "param-decomp", [Path("/runs/p-00000001")], Path("/runs/p-00000001/job.sbatch")
+        SlurmJob(), layout, "param-decomp", [Path("/runs/p-00000001")], Path("/runs/p-00000001/job.sbatch")
     )
     by_hand = (ROOT / "slurm" / "train.sbatch").read_text()
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from param_decomp_lab.config import load_config
-from param_decomp_lab.eval.evaluation import Evaluation, Measured
+from param_decomp_lab.eval.evaluation import Evaluation, Measurements
 from param_decomp_lab.metrics.active_per_position import THRESHOLDS
 from param_decomp_lab.probe.subject import run_subject
 from param_decomp_lab.setup import set_up
@@ -42,7 +42,7 @@ def evaluated(tiny: Tiny, metrics: list[str], *sets: str) -> Evaluated:
     return Evaluated(config, setup, evaluation, state)
 
 
-def slow(of: Evaluated) -> tuple[Measured, Measured]:
+def slow(of: Evaluated) -> tuple[Measurements, Measurements]:
     """What is measured between figures, and at figures."""
     with jax.set_mesh(of.setup.mesh):
         fast = of.evaluation.fast(of.state, of.setup.weights, STEP, lambda: False)
@@ -59,12 +59,12 @@ def whole(tiny: Tiny) -> Evaluated:
 
 
 @pytest.fixture(scope="module")
-def measured(whole: Evaluated) -> tuple[Measured, Measured]:
+def measured(whole: Evaluated) -> tuple[Measurements, Measurements]:
     return slow(whole)
 
 
 def test_only_what_is_fast_is_measured_between_figures(
-    tiny: Tiny, whole: Evaluated, measured: tuple[Measured, Measured]
+    tiny: Tiny, whole: Evaluated, measured: tuple[Measurements, Measurements]
 ) -> None:
     fast, both = measured
     assert fast.row.keys() == {"eval/loss/PGDReconLoss"}
@@ -130,7 +130,7 @@ def test_rows_of_the_heat_map(tiny: Tiny, sets: tuple[str, ...]) -> None:
         np.testing.assert_allclose(own.importances, expected, atol=1e-5)
 
 
-def test_figures_are_drawn(whole: Evaluated, measured: tuple[Measured, Measured], tmp_path: Path) -> None:
+def test_figures_are_drawn(whole: Evaluated, measured: tuple[Measurements, Measurements], tmp_path: Path) -> None:
     drawn = whole.evaluation.figures(whole.state, whole.setup.weights, STEP, measured[1], tmp_path, lambda: False)
     assert {path.name for path in drawn.values()} == {f"{name}_{STEP}.png" for name in FIGURES}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn.values())

@@ -116,7 +116,7 @@ def language_target(section: Section) -> Tree:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DataSet:
     """A data set by name or folder. ``folder``: where it would be. ``length``: of its rows, if that is known;
     ``tokenizer``: the name of what made them, if that is."""
 
@@ -150,7 +150,7 @@ def language_data(section: Section, tokenizer: str | None) -> tuple[Tree | None,
     return method, {"data": {key: str(rows.folder) for key, rows in found.items() if rows is not None}}
 
 
-def _rows(section: Section, key: str) -> Rows | None:
+def _rows(section: Section, key: str) -> DataSet | None:
     inner = section.section(key, "dataset")
     if inner is None:
         section.findings.lack(section.at(key), "is required: {kind: name, name: …} or {kind: dir, dir: …}")
@@ -176,7 +176,7 @@ def _rows(section: Section, key: str) -> Rows | None:
     in_name = _LENGTH_IN_NAME.search(name)
     length = meta.get("seq_len") or (int(in_name[1]) if in_name else None)
     tokenizer = meta.get("tokenizer_name")
-    return Rows(folder.absolute(), length, tokenizer if isinstance(tokenizer, str) else None)
+    return DataSet(folder.absolute(), length, tokenizer if isinstance(tokenizer, str) else None)
 
 
 def toy_target(section: Section, data: Any) -> tuple[Tree, Tree]:

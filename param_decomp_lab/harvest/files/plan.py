@@ -35,7 +35,7 @@ class PlannedSite:
 
 
 @dataclass(frozen=True)
-class Plan:
+class HarvestPlan:
     """What determines a harvest to its last bit, apart from the run and the data themselves.
 
     ``rows`` of ``length`` positions are read, ``block_rows`` at a time; ``available`` rows are there. ``inputs``:
@@ -80,7 +80,7 @@ class Plan:
         return range(block * self.block_rows, min(self.rows, (block + 1) * self.block_rows))
 
     @classmethod
-    def from_json(cls, raw: Any) -> "Plan":
+    def from_json(cls, raw: Any) -> "HarvestPlan":
         """TypeError, KeyError or ValueError for what is none: a file that somebody else may have made."""
         if type(raw["format"]) is not int or raw["format"] not in READABLE:
             raise ValueError(f"its format is {raw['format']}, this version reads {' and '.join(map(str, READABLE))}")
@@ -88,7 +88,7 @@ class Plan:
             PlannedSite(**{field.name: site[field.name] for field in fields(PlannedSite)}) for site in raw["sites"]
         )
         plan = cls(**{**{field.name: raw[field.name] for field in fields(cls)}, "sites": sites})
-        every: list[Plan | PlannedSite] = [plan, *sites]
+        every: list[HarvestPlan | PlannedSite] = [plan, *sites]
         for about in every:
             for field in fields(about):
                 value = getattr(about, field.name)

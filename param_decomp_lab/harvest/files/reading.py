@@ -27,7 +27,7 @@ from param_decomp_lab.harvest.files.example import Example
 from param_decomp_lab.harvest.files.groups import Groups, find_groups
 from param_decomp_lab.harvest.files.known import KnownComponent
 from param_decomp_lab.harvest.files.labels import Labels
-from param_decomp_lab.harvest.files.plan import HARVESTS, Plan, PlannedSite
+from param_decomp_lab.harvest.files.plan import HARVESTS, HarvestPlan, PlannedSite
 from param_decomp_lab.harvest.files.search import match_by_tokens, matching_tokens
 from param_decomp_lab.harvest.files.tables import (
     COMPONENTS,
@@ -135,7 +135,7 @@ class Harvest:
         if not file.is_file():
             raise UserError(f"{self.folder} holds no harvest; make one with `pd harvest RUN`")
         try:
-            self.plan = Plan.from_json(read_json(file, "the harvest", dict, LISTING_BYTES))
+            self.plan = HarvestPlan.from_json(read_json(file, "the harvest", dict, LISTING_BYTES))
         except (TypeError, KeyError, ValueError) as error:
             raise UserError(f"{file} is damaged or of another version ({error}); harvest again") from error
         self.index = ComponentIndex(self.folder, self.plan.sites)
