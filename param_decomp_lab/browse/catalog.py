@@ -175,6 +175,12 @@ class Opened:
     def summary(self, site: str) -> Summary:
         return self.harvest.summary(site)
 
+    @lru_cache(maxsize=1 << 14)  # noqa: B019
+    def telling_tokens(self, site: str, number: int) -> tuple[int, ...]:
+        """Ids of the tokens that tell most about a component, -1 where there are fewer. Kept for each component by
+        itself: a graph has nodes of more sites than `summary` keeps."""
+        return tuple(self.summary(site).tokens[number].tolist())
+
 
 def _open(run: str, run_folder: Path, name: str, path: Path, inode: int) -> Opened:
     return Opened(run, run_folder, name, Harvest(path), inode)

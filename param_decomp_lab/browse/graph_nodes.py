@@ -52,6 +52,8 @@ def _in_context(example: Example) -> tuple[str, str, str]:
     if not example.of_text:
         return "", ", ".join(example.names), ""
     here = example.position - example.first
+    if not 0 <= here < len(example.names):
+        raise UserError(f"an example at position {example.position} has tokens from {example.first}")
     before = "".join(example.names[max(0, here - AROUND) : here])
     return before, example.names[here], "".join(example.names[here + 1 : here + 1 + AROUND])
 
@@ -60,7 +62,14 @@ def _is_known(opened: Opened, site: str, number: int) -> bool:
     return site in opened.harvest.sites and 0 <= number < opened.harvest.site(site).C
 
 
-def short_name(opened: Opened, graph: Graph, node: Node) -> str:
+def node_names(opened: Opened, graph: Graph, nodes: Sequence[Node]) -> list[str]:
+    """The `node_name` of each node. Found site by site, so that each site's components are read once."""
+    in_order = sorted(range(len(nodes)), key=lambda k: nodes[k].site)
+    found = {k: node_name(opened, graph, nodes[k]) for k in in_order}
+    return [found[k] for k in range(len(nodes))]
+
+
+def node_name(opened: Opened, graph: Graph, node: Node) -> str:
     """A component's label, or else the tokens that tell most about it; the token of an output or embedding."""
     match node.kind:
         case "component":
@@ -85,8 +94,8 @@ def _tokens(opened: Opened, site: str, number: int) -> list[str]:
     if not _is_known(opened, site, number):
         return []
     try:
-        ids = opened.summary(site).tokens[number].tolist()
-        return [name.strip() or name for name in shown_tokens(opened, ids)[:NAMED_BY]]
+        ids = opened.telling_tokens(site, number)
+        return [name.strip() or name for name in shown_tokens(opened, list(ids))[:NAMED_BY]]
     except UserError:
         return []
 

@@ -16,9 +16,9 @@ from param_decomp_lab.browse.graph_drawing import Shown, draw_graph
 from param_decomp_lab.browse.graph_nodes import (
     essentials,
     first_of_subject,
+    node_names,
     output_name,
     page_of,
-    short_name,
     where,
 )
 from param_decomp_lab.browse.pages import NotThere, Pages, address, clean, unit
@@ -167,22 +167,24 @@ class GraphPages:
     ) -> list[dict[str, Any]]:
         """The list of nodes. What a component does is explained once, at its node of largest influence."""
         nodes = [graph.nodes[n] for n in served]
-        first = first_of_subject(nodes)
+        first, names = first_of_subject(nodes), node_names(opened, graph, nodes)
         entries: list[dict[str, Any]] = []
         explained = 0
         for k, node in enumerate(nodes):
             is_first = first[k] == k
-            entry = self._node(opened, graph, node, is_first, is_first and explained < EXPLAINED)
+            entry = self._node(opened, graph, node, names[k], is_first, is_first and explained < EXPLAINED)
             explained += entry["essentials"] is not None
             entry["like"] = first[k] if not is_first and node.kind == "component" else None
             entry["href"] = f"#i{k}" if self._pages.only is not None else f"{link(node=node.id)}#node"
             entries.append(entry)
         return entries
 
-    def _node(self, opened: Opened, graph: Graph, node: Node, explain: bool, examples: bool) -> dict[str, Any]:
+    def _node(
+        self, opened: Opened, graph: Graph, node: Node, name: str, explain: bool, examples: bool
+    ) -> dict[str, Any]:
         """``explain``: whether the entry says what the node is; ``examples``: whether it has examples."""
         return {
-            "node": node, "name": short_name(opened, graph, node), "where": where(graph, node), "explain": explain,
+            "node": node, "name": name, "where": where(graph, node), "explain": explain,
             "page": page_of(opened, node) if explain else "",
             "essentials": essentials(opened, node.site, node.number) if examples and node.kind == "component" else None,
         }  # fmt: skip
@@ -190,16 +192,17 @@ class GraphPages:
     def _lists(self, opened: Opened, graph: Graph, at: int, link: Callable[..., str]) -> dict[str, Any]:
         node = graph.nodes[at]
 
-        def row(other: Node, edge: Edge) -> dict[str, Any]:
-            return {
-                "name": short_name(opened, graph, other), "where": where(graph, other), "edge": edge,
-                "href": link(node=other.id),
-            }  # fmt: skip
+        def rows(pairs: list[tuple[Node, Edge]]) -> list[dict[str, Any]]:
+            names = node_names(opened, graph, [other for other, _ in pairs])
+            return [
+                {"name": name, "where": where(graph, other), "edge": edge, "href": link(node=other.id)}
+                for name, (other, edge) in zip(names, pairs, strict=True)
+            ]
 
         into, out = graph.into(node), graph.out_of(node)
-        return self._node(opened, graph, node, explain=True, examples=True) | {
-            "into": [row(*pair) for pair in into[:SHOWN]], "out": [row(*pair) for pair in out[:SHOWN]],
-            "n_into": len(into), "n_out": len(out),
+        (name,) = node_names(opened, graph, [node])
+        return self._node(opened, graph, node, name, explain=True, examples=True) | {
+            "into": rows(into[:SHOWN]), "out": rows(out[:SHOWN]), "n_into": len(into), "n_out": len(out),
         }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ PASSED = 0.5
 """A pair is counted whole if it is found at this share, or more, of what would be near."""
 
 
-class NearPairs(NamedTuple):
+class Pairs(NamedTuple):
     """Pairs of components near each other: their own parts (G4), both numbers, and the positions at which both fire."""
 
     own: Float64[np.ndarray, " pairs"]
@@ -91,7 +91,7 @@ def find_pairs(
     near: float,
     progress: Int64[np.ndarray, "2"],
 ) -> tuple[Any, ...]:
-    """The columns of `NearPairs`, from what fires by component and by position. ``progress``: see `merging.py`."""
+    """The columns of `Pairs`, from what fires by component and by position. ``progress``: see `merging.py`."""
     np.random.seed(0)
     n = len(ends) - 1
     log_k = np.log2(max(n - 1, 1))
@@ -157,7 +157,7 @@ def merge_groups(
     ends: Int64[np.ndarray, " n_plus_1"],
     positions: Int32[np.ndarray, " firings"],
     n_positions: int,
-    pairs: NearPairs,
+    pairs: Pairs,
     near_ends: Int64[np.ndarray, " n_plus_1"],
     near_members: Int32[np.ndarray, " twice_pairs"],
     alpha: float,

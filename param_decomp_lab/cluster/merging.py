@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float64, Int32, Int64
 
 from param_decomp_lab.cluster.activity import Activity
-from param_decomp_lab.cluster.loops import NearPairs, find_pairs, merge_groups
+from param_decomp_lab.cluster.loops import Pairs, find_pairs, merge_groups
 
 NEAR = 0.5
 """Groups are near each other where they are active together at this share, or more, of the positions that a merge would
@@ -36,15 +36,15 @@ class Merger:
         # Of one type each: for another, the loops would be compiled again.
         self._activity, self._alpha, self._near = activity, float(alpha), float(near)
 
-    def find_pairs(self, report: Callable[[int], None] = lambda done: None) -> NearPairs:
+    def find_pairs(self, report: Callable[[int], None] = lambda done: None) -> Pairs:
         """The pairs that are near each other at the beginning. ``report``: gets how many components are done."""
         a, by_position = self._activity, self._activity.by_position()
-        return NearPairs(
+        return Pairs(
             *_watched(lambda done: find_pairs(a.ends, a.positions, *by_position, self._alpha, self._near, done), report)
         )
 
     def merge(
-        self, pairs: NearPairs, seed: int = 0, draw: float = 0.0, report: Callable[[int], None] = lambda done: None
+        self, pairs: Pairs, seed: int = 0, draw: float = 0.0, report: Callable[[int], None] = lambda done: None
     ) -> History:
         """Merges until no pair pays (G6). ``draw``: 0 takes the best pair each time, of equal ones one at random; else
         the pair of rank n is drawn with a probability in proportion to exp(−n / draw). ``report``: gets how many merges

@@ -114,9 +114,10 @@ def test_firing_overlap(planted: Planted) -> None:
         assert overlap(harvest, site, number, harvest, *everything[3][:2]) == pytest.approx(everything[3][2])
 
 
-def test_a_component_that_fires_very_often(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chosen at a sample of its firings; the values are those of all."""
-    monkeypatch.setattr("param_decomp_lab.harvest.files.overlap.PLACES", 50)
+@pytest.mark.parametrize("limit", ["overlap.PLACES", "reading.MOST_MEMBERS"])
+def test_a_component_that_fires_very_often(planted: Planted, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chosen at a sample of its firings, and of fewer where many others fire; the values are those of all."""
+    monkeypatch.setattr(f"param_decomp_lab.harvest.files.{limit}", 50)
     fires = fires_at_sampled(planted)
     for found in nearest_by_firing(planted.harvest, PLANTED_SITES[0], 0, planted.harvest, 5):
         expected = ref.firing_overlap(fires[PLANTED_SITES[0]][:, 0], fires[found.site][:, found.number])

@@ -49,9 +49,9 @@ def nearest_by_firing(one: Harvest, site: str, number: int, other: Harvest, most
     """The components of ``other`` with the largest overlap with a component of ``one``, of harvests of the same rows;
     those without any are left out. Chosen at up to `PLACES` of its firings, a uniform sample of them."""
     places = one.firing_places(site, number)
-    some = places[:PLACES]
-    found, both = np.unique(other.firing_at(some), return_counts=True)
-    estimate = np.asarray(both * (len(places) / max(len(some), 1)))
+    firing, n_read = other.firing_at(places[:PLACES])
+    found, both = np.unique(firing, return_counts=True)
+    estimate = np.asarray(both * (len(places) / max(n_read, 1)))
     jaccard = _jaccard(estimate, np.asarray(len(places)), other.sampled_counts[found])
     chosen = found[np.lexsort((found, -jaccard))[:most]]
     named = [Overlap(name, c, overlap(one, site, number, other, name, c)) for name, c in other.index.named(chosen)]

@@ -248,19 +248,11 @@ class Harvest:
         me = self.index.number_of(site, number)
         places = self._firing_places(me)
         with self._damage(self.folder):
-            ends, members = self._lists["positions"]
-            spans = [ends.read(place, place + 2) for place in places.tolist()]
-            read = np.cumsum([stop - start for start, stop in spans])
-            spans = spans[: max(1, int(np.searchsorted(read, MOST_MEMBERS, side="right")))]
-            found = [np.zeros(0, np.int32), *(members.read(int(start), int(stop)) for start, stop in spans)]
-            together = np.sort(np.concatenate(found))
-            starts = np.flatnonzero(np.diff(together, prepend=-1))
-            other, n = together[starts], np.diff(starts, append=len(together))
-            if len(other) and not 0 <= other[0] <= other[-1] < len(self._firings):
-                raise ValueError("no such component")
-        kept = (other != me) & (n > (len(spans) >= BY_CHANCE))
+            together, n_read = self._members_at(places)
+        other, n = np.unique(together, return_counts=True)
+        kept = (other != me) & (n > (n_read >= BY_CHANCE))
         other, n = other[kept], n[kept]
-        f_i, of, N = int(self._firings[me]), max(len(spans), 1), self.plan.n_positions
+        f_i, of, N = int(self._firings[me]), max(n_read, 1), self.plan.n_positions
         pmi = np.log(n / of * N / np.maximum(self._firings[other], 1))
         score = n * pmi
         best = np.arange(len(score))
@@ -277,7 +269,7 @@ class Harvest:
                 "site": pa.array([name for name, _ in named], pa.string()),
                 "component": pa.array([c for _, c in named], pa.int32()),
                 "n": n.astype(np.int64),
-                "of": np.full(len(n), len(spans), np.int64),
+                "of": np.full(len(n), n_read, np.int64),
                 "precision": precision,
                 "recall": both / np.maximum(f_j, 1),
                 "jaccard": both / np.maximum(f_i + f_j - both, 1e-300),
@@ -556,16 +548,22 @@ class Harvest:
                 raise ValueError("lists of positions that no harvest has")
             return found - found[0], places.astype(np.int32)
 
-    def firing_at(self, places: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " m"]:
+    def firing_at(self, places: Int32[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, " m"], int]:
         """The components that fire at some of the sampled positions, by their numbers through all sites, each as often
-        as it does."""
+        as it does; and at how many of ``places``, from the first, that is: fewer where so many fire at each that they
+        are more than `MOST_MEMBERS`."""
         with self._damage(self.folder):
-            ends, members = self._lists["positions"]
-            spans = [ends.read(place, place + 2).tolist() for place in places.tolist()]
-            found = np.concatenate([np.zeros(0, np.int32), *(members.read(*span) for span in spans)])
-            if len(found) and not 0 <= found.min() <= found.max() < len(self.index):
-                raise ValueError("no such component")
-            return found
+            return self._members_at(places)
+
+    def _members_at(self, places: Int32[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, " m"], int]:
+        ends, members = self._lists["positions"]
+        spans = [ends.read(place, place + 2).tolist() for place in places.tolist()]
+        read = np.cumsum([stop - start for start, stop in spans])
+        spans = spans[: max(1, int(np.searchsorted(read, MOST_MEMBERS, side="right")))]
+        found = np.concatenate([np.zeros(0, np.int32), *(members.read(*span) for span in spans)])
+        if len(found) and not 0 <= found.min() <= found.max() < len(self.index):
+            raise ValueError("no such component")
+        return found, len(spans)
 
     @cached_property
     def sampled_counts(self) -> Int64[np.ndarray, " C"]:
