@@ -1,7 +1,7 @@
 """The positions of a block at which the components of one site fire, and counting them.
 
 Counting is what a harvest spends its time on beside the devices: it is compiled (Numba), and goes through the firings
-once. NumPy takes three times as long, since each of its steps is a pass through memory (docs/measurements/harvest.md).
+once. In NumPy each step would be a pass through memory (docs/measurements/harvest.md).
 """
 
 from collections.abc import Callable

@@ -7,8 +7,8 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 
 ASSIGNED = 4096
-"""Components of a run that an assignment takes at most: 4,096 take some seconds and 0.5 GB, however long the vectors. With
-more, those that are nearest to each other are paired."""
+"""Components of a run that an assignment takes at most: 4,096 take some seconds and 0.5 GB, however long the vectors.
+With more, those that are nearest to each other are paired."""
 AT_ONCE = 1 << 23
 """Cosines, or entries of vectors, that are computed together where there are more."""
 

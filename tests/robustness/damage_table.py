@@ -16,14 +16,25 @@ from tests.robustness.damage_cases import CASES, Case, Rig, Seen, make_whole
 
 PAGE = """# Damage to a run folder
 
-`python -m tests.robustness.damage_table --page docs/measurements/damage.md` did each of these to a copy of the folder
-of a small run (a toy of 60 steps, a checkpoint every 20), with processes of their own, and wrote down what came of it.
-`tests/robustness/test_damage.py` does the same. RUN is the run folder; where names and numbers differ from time to
-time, examples stand in their place. More on it: [Going on with a run](../resuming.md#when-a-run-folder-is-damaged).
+**A damaged run folder costs at most the steps since the last intact checkpoint, or gives one message that says what
+to do. Resumed or mended, the run finishes to the last bit like an undisturbed one.** How `pd train` does it:
+[Resuming a run](../resuming.md#when-a-run-folder-is-damaged).
 
-| what was done | command | status | what the user sees | what is left | then |
-|---|---|---|---|---|---|
+`python -m tests.robustness.damage_table` damages copies of the folder of a small run (a toy of 60 steps, a checkpoint
+every 20), with processes of their own, as `tests/robustness/test_damage.py` does. RUN is the run folder; names and
+numbers that change from time to time are examples.
+
+The command is `pd train --resume RUN`, for *the disk full for a while* `pd train CONFIG`. No case deletes a
+checkpoint. "…" stands for "a damaged checkpoint was renamed to damaged-60, and the one before it is used:", and *the
+same* for a run that finishes to the last bit like the undisturbed one.
+
+| what was done | status | what the user sees | then |
+|---|---|---|---|
 """
+
+USES_EARLIER = "a damaged checkpoint was renamed to damaged-60, and the one before it is used: "
+FINISHES = "finishes, to the last bit like the undisturbed run"
+"""What most rows would say, in full."""
 
 
 def main() -> None:
@@ -52,8 +63,9 @@ def main() -> None:
 
 
 def line(case: Case, seen: Seen) -> str:
-    said = seen.said.replace("|", "\\|")
-    return f"| {case.what} | `{seen.command}` | {seen.status} | {said} | {seen.left} | {seen.then} |"
+    said = seen.said.replace(USES_EARLIER, "… ").replace("|", "\\|")
+    then = seen.then.replace(FINISHES, "the same")
+    return f"| {case.what} | {seen.status} | {said} | {then} |"
 
 
 def unlike(case: Case, seen: Seen) -> list[str]:

@@ -334,34 +334,32 @@ def same_run(run: Path, other: Path) -> Same:
 
 
 def table(found: Sequence[Interruption]) -> Iterator[str]:
-    yield "| | signal | phase | into it | gone after | status | steps done | last save | resumed at | steps lost |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "| | signal | phase | gone after | status | steps done | last save | steps lost |"
+    yield "|---|---|---|---|---|---|---|---|"
     for one in found:
-        saved, resumed = ("–" if step is None else str(step) for step in (one.saved, one.resumed))
+        saved = "–" if one.saved is None else str(one.saved)
         yield (
-            f"| {one.number} | {one.signal.name.removeprefix('SIG')} | {one.met} | {one.after_s * 1e3:.0f} ms | "
-            f"{one.left_s:.2f} s | {one.status} | {one.done} | {saved} | {resumed} | {one.lost} |"
+            f"| {one.number} | {one.signal.name.removeprefix('SIG')} | {one.met} | {one.left_s:.2f} s | "
+            f"{one.status} | {one.done} | {saved} | {one.lost} |"
         )
 
 
 PAGE = """# Interruptions
 
+**A run that was interrupted {n} times at random moments ends bit for bit like an undisturbed one. SIGTERM lost no step,
+and a kill only what came after the last save.**
+
 `{command}`, on {machine}.
 
-The tests' tiny Llama ({steps} steps, a save every {every}, an evaluation every 7, a row of metrics for each step) was
-made twice undisturbed, and once with {n} interruptions at random moments, resumed after each. Seed {seed}.
-
-Result: {arrays} arrays ({size:,} bytes) of the last checkpoint and {rows} rows of metrics, each step once, are the same
-bit for bit, as they are in the two undisturbed runs. No interruption lost more than what came after the last save;
-SIGTERM lost no step. Met: {met}.
+The tests' tiny Llama ({steps} steps, a save every {every}, an evaluation every 7, a row of metrics for each step) runs
+twice undisturbed, and once with {n} interruptions, resumed after each. {arrays} arrays ({size:,} bytes) of the last
+checkpoint and {rows} rows of metrics, each step once, are the same in all three. Met: {met}.
 
 {table}
 
-- *Phase*: where the process was when the signal was sent. *Into it*: since that phase began (a step: since it was
-  started).
-- *Status*: 75 is preempted and saved, -9 is killed.
-- *Steps done*: started by then; the one under way counts. *Last save*: completed before the process was gone, with the
-  one that SIGTERM brings about. In the warm-up there is nothing to save (–); the run begins again.
+- *Phase*: where the process was when the signal was sent. *Status*: 75 is preempted and saved, -9 is killed.
+- *Steps done*: started by then, with the one in progress. *Last save*: completed before the process ended, with the one
+  that SIGTERM causes; each run resumed there. The warm-up has nothing to save (–); the run begins again.
 """
 
 
@@ -394,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Interruption]:
         options.page.write_text(
             PAGE.format(
                 command=f"python -m tests.robustness.interruptions --seed {seed} --n {options.n}", machine=machine(),
-                steps=STEPS, every=SAVE_EVERY, n=len(found), seed=seed, arrays=same.arrays, size=same.bytes,
+                steps=STEPS, every=SAVE_EVERY, n=len(found), arrays=same.arrays, size=same.bytes,
                 rows=same.rows, met=met, table=lines,
             )
         )  # fmt: skip
