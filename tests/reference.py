@@ -2328,7 +2328,8 @@ def lower_once(
     lower_ci = tree_map(lambda x, d: np.clip(x - lr * d, 0, 1), state.lower, direction)
     attack = tree_map(lambda x, g: np.clip(x + step_size * np.sign(g), 0, 1), state.attack, grads["attack"])
     found = {r: float(value(e)) for r, e in errors.items()}
-    weights = {r: w + 0.1 * float(np.clip(found[r] / allowed[r] - 1, -1, 1)) for r, w in state.weights.items()}
+    excess = {r: float(np.clip(found[r] / allowed[r] - 1, -1, 1)) for r in found}
+    weights = {r: max(w + 0.05 * excess[r], -3.0) for r, w in state.weights.items()}
     return Lowered(Lowering(lower_ci, moments, attack, weights), float(value(loss)), found, grads)
 
 

@@ -43,7 +43,7 @@ from tests.core import tiny, toys
 LP = Lp(Anneal(1.6, 0.5, 0.0, 1.0), 1e-3)
 SMOOTH = SmoothL0(Schedule(0.4, "linear", 0.0, 0.1))
 STEP = 3
-LOG_PRICES = np.asarray([0.3, -0.4, 0.1])
+LOG_PRICES = np.asarray([-2.98, -0.4, 0.1])  # the first falls to the least that O4 allows
 ALLOWED = np.asarray([2.0, 0.3, 0.01])
 JUDGED = ReadingTest(2, 3, FreshAttack("random", 0.125, 2, "unique_per_datapoint"))  # exact in float32, as sources are
 
@@ -90,7 +90,7 @@ def make_case(target: Any, weights: Any, inputs: np.ndarray, measure: Measure, p
         )
         return made
 
-    descent = Descent(measure, penalty, 10, 0.05, 0.25, 0.1)
+    descent = Descent(measure, penalty, 10, 0.05, 0.25, 0.05)
     return Case(problem, state, weights, inputs, descent, free(), free())
 
 
@@ -236,6 +236,7 @@ def test_steps_are_the_reference_s(name: str) -> None:
             at = ref_step(case, at, drawn, step).state
             mine = ref_lowering(case, state)
             tiny.assert_alike(at._asdict(), mine._asdict(), 1e-9)
+            assert float(state.log_prices[0]) == -3.0
             assert int(state.step) == step + 1
             if row is not None:  # O1
                 assert not any(np.any(x[:, row + 1 :]) for x in mine.lower.values())
