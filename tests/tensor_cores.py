@@ -219,31 +219,34 @@ def processor() -> str:
 HEAD = """\
 # Δ by split products
 
+**At 24,576 components, V U by split bf16 products has less than twice the error of float32 products; where the gradient
+rounds Δ to bf16 anyway, this hardly shows unless Δ is very small.**
+
 {command}, {date}, {cores} cores ({cpu}), NumPy {numpy}. All of
 this is emulated; there was no GPU.
 
-How exact `Δ = W − V U`, its loss and the loss's gradient are by rule N4 of [the method](../semantics.md). d_in and
-d_out are 48. The {components:,} components differ in size by factors, V U is as large as W, and Δ is noise with
-MSE(Δ) / var(W) of 1e-4, 1e-6 or 1e-8. Errors are relative to float64, and roots of mean squares over {seeds} seeds; for
-the loss also over {draws} draws of Δ for each seed.
+The tables say how exact `Δ = W − V U`, its loss and the loss's gradient are by rule N4 of
+[the method](../semantics.md). d_in and d_out are 48. The {components:,} components differ in size by factors, V U is as
+large as W, and Δ is noise with MSE(Δ) / var(W) of 1e-4, 1e-6 or 1e-8. Errors are relative to float64, and roots of mean
+squares over {seeds} seeds; for the loss also over {draws} draws of Δ for each seed.
 
 - *fp32*: fused multiply-adds along the components, one after the other, each rounded to nearest.
 - *split*: as in N4. Products of bf16 matrices are accumulated as by Hopper's tensor cores: 16 products and the
-  accumulator are cut to 25 binary places below the largest of them, added up exactly, and the sum is cut to float32
+  accumulator are cut to 25 binary places below the largest of them and added exactly, and the sum is cut to float32
   ([Xie et al. 2025](../sources.md#papers)). *Ampere*: 8 products and 24 places.
 - *TF32*: float32 matrices rounded to 11 binary digits, 8 products at a time. *bf16*: V₁ U₁ alone, not in chunks.
 - *V U*: ‖error‖ / ‖V U‖. *Smaller by*: the part of this error that makes V U as a whole smaller, as truncation does.
-- *Gradient*: by V or U, whichever has the larger error, where `Δ Uᵀ` and `Vᵀ Δ` are exact. *By bf16*: where Δ, V and U
-  are rounded to bf16 in these products, as in N4.
+- *Gradient*: by V or U, whichever has the larger error, with `Δ Uᵀ` and `Vᵀ Δ` exact. *By bf16*: Δ, V and U are rounded
+  to bf16 in these products, as in N4.
 
 """
 TAIL = """
 The last table has the error of V U by the number of components, with Hopper's sums and with exact ones. That of float32
-grows with the square root of the number. That of split products does not depend on it: most of it is what two bf16
-numbers leave out of each factor, and V₂ U₂. So it is below twice that of float32 only where V U has many components.
+grows with the square root of the number. That of split products stays: most of it is what two bf16 numbers leave out of
+each factor, and V₂ U₂. So it is below twice that of float32 only where V U has many components.
 
-Δ is independent of V U here. Where it is a multiple of V U, the relative error of the loss is twice what *smaller by*
-says, over the root of MSE(Δ) / var(W): for 10⁻⁶ and 1e-8, 2 %.
+Here Δ is independent of V U. If it is a multiple of V U, the relative error of the loss is twice *smaller by*, over the
+root of MSE(Δ) / var(W): 4 % with 2e-06 and 1e-08.
 """
 
 

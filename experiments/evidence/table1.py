@@ -38,6 +38,9 @@ from param_decomp_lab.ui.tables import markdown_table
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "toys"
 TABLE = ROOT / "docs" / "measurements" / "table1.md"
+TITLE = "# Table 1: the toy models\n"
+WRITTEN = "Written by `python"
+"""Where the figures of the page begin. What lies between the title and them was written by hand, and stays."""
 WANTED = "Wanted: MMCS ≥ 0.998, |ML2R − 1| ≤ 0.02 (40-10+ID: 0.035), identity errors 0; ResidMLP-1's `mlp_out` ≤ 2."
 """Where the figures of the page end. What follows was written by hand, and stays."""
 
@@ -230,14 +233,12 @@ def update_results(kept: Path, out: Path) -> Results:
 
 
 def figures(found: Results) -> str:
-    """The page as far as `WANTED`, of whatever has been run."""
+    """The page from `WRITTEN` to `WANTED`, of whatever has been run."""
     toys = [(e, [result for _, result in sorted(found[e.name].items())]) for e in EXPERIMENTS]
     tms = "| seeds | MMCS | published | ML2R | published | errors by site | time"
     every = "| seed | step | MMCS | ML2R | expected, errors | as wanted | time | of a step"
     lines = [
-        "# Table 1: the toy models",
-        "",
-        "Written by `python experiments/evidence/table1.py`: the targets of `configs/toys/targets`, decomposed as "
+        f"{WRITTEN} experiments/evidence/table1.py`: the targets of `configs/toys/targets`, decomposed as "
         "`configs/toys` says, one run per seed.",
         f"Machine: {os.cpu_count()} x {platform.machine()} cores, Python {platform.python_version()}, on CPU unless a "
         "GPU is named. Times are wall time of the whole command (compilation, evaluations and figures included; the "
@@ -311,8 +312,11 @@ def _times(results: Sequence[Result]) -> str:
 
 
 def write_page(page: Path, out: Path) -> None:
-    by_hand = page.read_text().partition(WANTED)[2] if page.is_file() else ""
-    page.write_text(figures(update_results(page.with_suffix(".json"), out)) + (by_hand or "\n"))
+    above, below = f"{TITLE}\n", "\n"
+    if page.is_file():
+        kept = page.read_text()
+        above, below = kept.partition(WRITTEN)[0], kept.partition(WANTED)[2]
+    page.write_text(above + figures(update_results(page.with_suffix(".json"), out)) + below)
 
 
 def main() -> None:

@@ -21,7 +21,8 @@ Tree = Mapping[str, Any]
 
 def page(found: Tree) -> str:
     """Markdown; sections of which nothing was measured are left out."""
-    sections = (_head, _plan, _margin, _step, _clock, _phases, _links, _toys, _decomposition, _failed)
+    intro = (_title, _takeaway, _head)
+    sections = (*intro, _plan, _margin, _step, _clock, _phases, _links, _toys, _decomposition, _failed)
     return "\n".join(line for section in sections for line in section(found)) + "\n"
 
 
@@ -38,6 +39,38 @@ def _steps(found: Tree, part: str) -> dict[str, Any]:
     return {name: item for name, item in found["measured"].items() if part in item["parts"] and "step_s" in item}
 
 
+def _title(found: Tree) -> Iterator[str]:
+    yield f"# {'A day with a GPU, at toy size on a CPU' if found['machine']['toy'] else 'On a real GPU'}\n"
+
+
+def _takeaway(found: Tree) -> Iterator[str]:
+    """How near `pd probe` came, in memory and time, where both are known."""
+    apart = [live - plan for _, live, plan in _live_and_planned(found)]
+    off = [abs(predicted_s / step_s - 1) for _, step_s, predicted_s in _timed_and_predicted(found)]
+    if apart and off:
+        by = _difference(max(apart, key=abs)).lstrip("+−-")
+        yield (
+            f"**The live peaks of {len(apart)} steps differed from the plans of `pd probe` by at most {by}, and the "
+            f"times of {len(off)} from its predictions by at most {max(off):.1%}.**\n"
+        )
+
+
+def _live_and_planned(found: Tree) -> Iterator[tuple[str, int, int]]:
+    """Names of the steps in all of the card's memory, with the bytes they took and those of `pd probe`'s plan."""
+    for name, x in found["measured"].items():
+        live, planned = live_of_steps(x), _probed(found, name)
+        if x.get("asked", {}).get("over_plan") is None and live is not None and planned is not None:
+            yield name, live, planned
+
+
+def _timed_and_predicted(found: Tree) -> Iterator[tuple[str, float, float]]:
+    """Every step that was measured and has been planned since `pd probe` predicts times, in seconds."""
+    for name, x in found["measured"].items():
+        predicted_s = found["planned"].get(name, {}).get("predicted_s")
+        if predicted_s is not None and "step_s" in x:
+            yield name, x["step_s"], predicted_s
+
+
 def _head(found: Tree) -> Iterator[str]:
     here = found["machine"]
     rates, cards = here["rates"], here["cards"]
@@ -46,13 +79,12 @@ def _head(found: Tree) -> Iterator[str]:
     versions = ", ".join(f"{name} {v}" for name, v in here["packages"].items())
     commit = f", commit {here['commit']}" if here["commit"] else ""
     product, copy = rates["matmul_flops_per_s"] / 1e12, rates["copy_bytes_per_s"] / 1e12
-    yield f"""# {"A day with a GPU, at toy size on a CPU" if here["toy"] else "On a real GPU"}
-
+    yield f"""\
 `python -m experiments.gpu_day{toy}`, {here["date"]}, {what}, {here["cores"]} cores, \
 Python {here["python"]}, {versions}{commit}.
 
-Of steps, weights and tokens are random, drawn on the card; the state is fresh, all attacks on. A step is
-`pd train`'s own program, on one card. Its time is the median over dispatches after a first one.
+A step is `pd train`'s own program, on one card, with random weights and tokens drawn there, a fresh state, and all
+attacks on. Its time is the median over dispatches after a first one.
 
 The card's own rates: a bf16 product of two {rates["size"]:,} × {rates["size"]:,} matrices of normal numbers \
 {product:,.1f} TFLOP/s, a copy {copy:.3f} TB/s, read and written.
@@ -91,9 +123,9 @@ def _product(way: str, x: Tree) -> Sequence[str]:
 def _plan(found: Tree) -> Iterator[str]:
     head = """## Memory: planned and taken
 
-*Plan*: XLA's, of the program as it ran: temp + arguments + output − alias. *Live*: the most that the
-allocator had handed out (`peak_bytes_in_use`), which is of the steps unless marked. *`pd probe`*: its plan
-for such a card that is not there. *Libraries*: what the driver counts beyond JAX's memory, 0.92 of it. GiB."""
+In GiB. *Plan*: XLA's, of the program as it ran: temp + arguments + output − alias. *Live*: the most that the
+allocator had handed out (`peak_bytes_in_use`), in the steps unless marked. *`pd probe`*: its plan, made without
+the card. *Libraries*: what the driver counts beyond JAX's memory, which is 0.92 of the card."""
 
     def cells(name: str, x: Tree) -> Sequence[object]:
         plan, live, probed = x["plan"]["peak"], live_of_steps(x), _probed(found, name)
@@ -129,16 +161,12 @@ def _margin(found: Tree) -> Iterator[str]:
 def margin(found: Tree) -> tuple[float | None, list[str]]:
     """What `pd probe` should leave free beside its plan (`MARGIN_GIB`), in GiB, None where the figures do not tell; and
     the reasons, in sentences."""
-    over: list[tuple[int, str]] = []
+    over = [(live - planned, name) for name, live, planned in _live_and_planned(found)]
     tight: dict[bool, list[float]] = {True: [], False: []}
-    for name, item in found["measured"].items():
-        live, planned = live_of_steps(item), _probed(found, name)
+    for item in found["measured"].values():
         extra = item.get("asked", {}).get("over_plan")
-        if extra is not None:
-            if "step_s" in item or "out of memory" in item.get("failed", ""):
-                tight["step_s" in item].append(extra)
-        elif live is not None and planned is not None:
-            over.append((live - planned, name))
+        if extra is not None and ("step_s" in item or "out of memory" in item.get("failed", "")):
+            tight["step_s" in item].append(extra)
     if not over:
         return None, ["No step has both a live peak and a plan of `pd probe`: nothing follows."]
     (smallest, _), (largest, where) = min(over), max(over)
@@ -204,9 +232,9 @@ def _step(found: Tree) -> Iterator[str]:
     of = "the card is not in `gpus/cards.csv`" if dense is None else f"{dense / 1e12:.0f} TFLOP/s, the data sheet's"
     head = f"""## Steps, by memory policy
 
-*MFU*: matrix products, those made again included (`param_decomp_aot/flops.py`), against the dense bf16 rate
+*MFU*: matrix products, recomputed ones included (`param_decomp_aot/flops.py`), against the dense bf16 rate
 ({of}); then against the rate measured above. *Useful MFU*: with the
-arithmetic of the plain policy, which makes nothing twice, in place of the policy's own."""
+arithmetic of the plain policy, which recomputes nothing."""
 
     def cells(name: str, x: Tree) -> Sequence[object]:
         tokens, seconds = prod(x["leading"]), x["step_s"]
@@ -222,15 +250,12 @@ arithmetic of the plain policy, which makes nothing twice, in place of the polic
 
 
 def _clock(found: Tree) -> Iterator[str]:
-    """Every step that was measured and has been planned since `pd probe` predicts times."""
     rows: list[Sequence[str]] = []
-    for name, x in found["measured"].items():
-        predicted_s = found["planned"].get(name, {}).get("predicted_s")
-        if predicted_s is not None and "step_s" in x:
-            times = (f"{1e3 * seconds:,.1f} ms" for seconds in (x["step_s"], predicted_s))
-            rows.append((name, *times, f"{predicted_s / x['step_s'] - 1:+.1%}"))
+    for name, step_s, predicted_s in _timed_and_predicted(found):
+        times = (f"{1e3 * seconds:,.1f} ms" for seconds in (step_s, predicted_s))
+        rows.append((name, *times, f"{predicted_s / step_s - 1:+.1%}"))
     if rows:
-        head = "## Times: measured, and predicted by `pd probe`"
+        head = "## Times, measured and predicted by `pd probe`"
         yield from (head, "", *markdown_table("configuration | step | predicted | difference", rows), "")
 
 

@@ -96,7 +96,7 @@ def growths(norms: Sequence[tuple[int, float]]) -> Iterator[Growth]:
 
 TAIL_LIMIT = 4.2
 """In the runs that collapse in docs/measurements/collapse.md the tail passes it 8,000 steps of 80,000 before, or more.
-In those beside them that do not, it stays below."""
+In those beside them that do not, it does not pass it."""
 LEAST_STEPS = 1000
 """The least steps of a window whose 95th percentile is taken."""
 N_WINDOWS = 3
