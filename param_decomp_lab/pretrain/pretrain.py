@@ -20,12 +20,13 @@ from param_decomp_lab.data.tokenizers import BYTES, load_tokenizer
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.pretrain.finished import SUMMARY_FILE, find_finished, identity, write_finished
+from param_decomp_lab.pretrain.log import METRICS_FILE, finite, write_metrics
 from param_decomp_lab.pretrain.models import LanguageModel, language_model
 from param_decomp_lab.pretrain.optimizer import make_optimizer
 from param_decomp_lab.pretrain.program import make_evaluation, make_step
-from param_decomp_lab.pretrain.progress import METRICS_FILE, finite, progress_bar, write_metrics
 from param_decomp_lab.pretrain.recipe import PretrainRecipe
 from param_decomp_lab.ui.console import PlainConsole
+from param_decomp_lab.ui.progress import StepsBar
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,12 @@ def _train(
     before = time.perf_counter(), 0
 
     write = partial(write_metrics, log)
-    with progress_bar(console, "loss", "held_out", "speed") as progress:
-        task = progress.add_task("pretraining", total=recipe.steps, loss="compiling", speed="", held_out="")
+    of_eval = ""
+    with StepsBar(console, "pretraining", recipe.steps) as bar:
+        bar.show("compiling")
         for k in range(recipe.steps):
             weights, opt_state, loss = step(weights, opt_state, train[k], np.int32(k))
-            progress.update(task, completed=k + 1)
+            bar.advance(k + 1)
             last = k + 1 == recipe.steps
             if k % recipe.log_every == 0 or last:
                 # The loss of the log step before has long been computed: reading it does not hold up the device.
@@ -119,13 +121,13 @@ def _train(
                     lr = float(learning_rate(waiting[0], recipe.steps))
                     write({"step": waiting[0], "train/loss/total": value, "train/schedules/lr": lr,
                            "train/perf/tok_per_s": round(speed)})  # fmt: skip
-                    progress.update(task, loss=f"loss {value:.3f}", speed=f"{speed:,.0f} tok/s")
+                    bar.show(f"loss {value:.3f}{of_eval}  {speed:,.0f} tok/s")
                 waiting = k, loss
             if (k + 1) % recipe.eval.every == 0 or last:
                 losses = [loss_on(weights, held_out[n]) for n in range(recipe.eval.batches)]
                 held_out_loss = finite(k, jnp.mean(jnp.stack(losses)))
                 write({"step": k, "eval/ce": held_out_loss})
-                progress.update(task, held_out=f"held-out {held_out_loss:.3f}")
+                of_eval = f"  held-out {held_out_loss:.3f}"
         assert waiting is not None
         write({"step": waiting[0], "train/loss/total": finite(*waiting)})
     return weights, held_out_loss

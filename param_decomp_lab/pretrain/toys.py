@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rich.console import Console
-from rich.progress import Progress
 
 from param_decomp_jax.nn.numerics import mean_squared_error
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import new_folder, refuse_existing
 from param_decomp_lab.pretrain.finished import SUMMARY_FILE, find_finished, identity, write_finished
+from param_decomp_lab.pretrain.log import METRICS_FILE, finite, write_metrics
 from param_decomp_lab.pretrain.optimizer import make_optimizer
-from param_decomp_lab.pretrain.progress import METRICS_FILE, finite, progress_bar, write_metrics
 from param_decomp_lab.pretrain.recipe import parse_recipe, read_recipe
 from param_decomp_lab.pretrain.toy_models import Examination, Toy, make_toy
 from param_decomp_lab.pretrain.toy_recipe import TOYS, ToyRecipe
 from param_decomp_lab.ui.console import PlainConsole
+from param_decomp_lab.ui.progress import StepsBar
 from param_decomp_lab.weights.target_folder import Weights, save_target
 
 FRESH_BATCHES = 8
@@ -121,17 +121,16 @@ def _try_seeds(recipe: ToyRecipe, metrics: Path, console: Console) -> tuple[Weig
     optimizer = make_optimizer(recipe.optimizer, recipe.steps)
     run = make_run(toy, optimizer, recipe.batch_size)  # compiled once for all seeds
     tries: list[Try] = []
-    with progress_bar(console, "loss") as progress:
-        for seed in range(recipe.seed, recipe.seed + recipe.tries):
-            with open(metrics, "w") as log:
-                weights = _train(recipe, toy, optimizer, run, seed, log, progress)
-            _, of_data = _keys(seed)
-            fresh = [toy.features.batch(of_data, recipe.steps + k, recipe.batch_size) for k in range(FRESH_BATCHES)]
-            seen = toy.examine(weights, jnp.concatenate(fresh))
-            tries.append(Try(seed, seen.lost))
-            if not seen.lost:
-                return weights, seen, tuple(tries)
-            console.print(_losses(tries[-1]), soft_wrap=True)
+    for seed in range(recipe.seed, recipe.seed + recipe.tries):
+        with open(metrics, "w") as log:
+            weights = _train(recipe, toy, optimizer, run, seed, log, console)
+        _, of_data = _keys(seed)
+        fresh = [toy.features.batch(of_data, recipe.steps + k, recipe.batch_size) for k in range(FRESH_BATCHES)]
+        seen = toy.examine(weights, jnp.concatenate(fresh))
+        tries.append(Try(seed, seen.lost))
+        if not seen.lost:
+            return weights, seen, tuple(tries)
+        console.print(_losses(tries[-1]), soft_wrap=True)
     raise UserError(
         "\n".join([f"no model of {recipe.tries} tries represents every feature:", *map(_losses, tries)])
         + "\nGive another `seed`, more `tries`, more `steps`, or a model with more room"
@@ -176,23 +175,24 @@ def _train(
     run: Run,
     seed: int,
     log: TextIO,
-    progress: Progress,
+    console: Console,
 ) -> Weights:
     of_weights, of_data = _keys(seed)
     trained, fixed = toy.init(of_weights)
     opt_state = optimizer.init(trained)
     learning_rate = recipe.optimizer.learning_rate()
-    task = progress.add_task(f"seed {seed}", total=recipe.steps, loss="")
     first = 0
-    while first < recipe.steps:
-        # Up to the next log step and with it: 0, log_every, 2 log_every, …, and the last.
-        stop = min(-(-first // recipe.log_every) * recipe.log_every + 1, recipe.steps)
-        trained, opt_state, loss = run(trained, opt_state, fixed, of_data, first, stop)
-        value = finite(stop - 1, loss)
-        lr = float(learning_rate(stop - 1, recipe.steps))
-        write_metrics(log, {"step": stop - 1, "train/loss/total": value, "train/schedules/lr": lr})
-        progress.update(task, completed=stop, loss=f"loss {value:.5f}")
-        first = stop
+    with StepsBar(console, f"seed {seed}", recipe.steps) as bar:
+        while first < recipe.steps:
+            # Up to the next log step and with it: 0, log_every, 2 log_every, …, and the last.
+            stop = min(-(-first // recipe.log_every) * recipe.log_every + 1, recipe.steps)
+            trained, opt_state, loss = run(trained, opt_state, fixed, of_data, first, stop)
+            value = finite(stop - 1, loss)
+            lr = float(learning_rate(stop - 1, recipe.steps))
+            write_metrics(log, {"step": stop - 1, "train/loss/total": value, "train/schedules/lr": lr})
+            bar.advance(stop)
+            bar.show(f"loss {value:.5f}")
+            first = stop
     return toy.weights(trained, fixed)
 
 

@@ -3,21 +3,11 @@
 import json
 import math
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)  # fmt: skip
 from rich.text import Text
 
 from param_decomp_lab.errors import CannotWrite
@@ -106,46 +96,6 @@ class MetricsFile:
 
 def _line(row: Row) -> str:
     return json.dumps(row, allow_nan=True) + "\n"
-
-
-class Terminal:
-    """A progress bar on a terminal; on anything else a line every ``seconds``."""
-
-    def __init__(self, console: Console, what: str, total: int, done: int = 0, seconds: float = 10.0) -> None:
-        self._console, self._what, self._total, self._seconds = console, what, total, seconds
-        self._done, self._last_line = done, 0.0
-        self._first: tuple[int, float] | None = None
-        self._progress = Progress(
-            SpinnerColumn(), TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"),
-            console=console, disable=not console.is_terminal,
-        )  # fmt: skip
-        self._task = self._progress.add_task(what, total=total, completed=done, text="")
-
-    def __enter__(self) -> "Terminal":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def advance(self, done: int) -> None:
-        # The clock starts here: what comes before the first step (an evaluation, compiling) comes once.
-        self._first = self._first or (done, time.monotonic())
-        self._done = done
-        self._progress.update(self._task, completed=done)
-
-    def show(self, text: str) -> None:
-        """Short news beside the bar."""
-        self._progress.update(self._task, text=text)
-        now = time.monotonic()
-        if self._console.is_terminal or now - self._last_line < self._seconds:
-            return
-        self._last_line = now
-        first, start = self._first or (self._done, now)
-        rate = (self._done - first) / max(now - start, 1e-9)
-        left = f", {(self._total - self._done) / rate:.0f} s left" if rate > 0 else ""
-        self._console.print(f"{self._what} {self._done}/{self._total}{left}  {text}")
 
 
 def brief(row: Row, prefix: str = "train/loss/") -> str:

@@ -15,10 +15,11 @@ from param_decomp_jax.method.state import State
 from param_decomp_lab.eval.evaluation import EvaluationStopped
 from param_decomp_lab.setup import Setup
 from param_decomp_lab.setup.programs import steps_program
-from param_decomp_lab.tracking.sinks import Terminal, brief
+from param_decomp_lab.tracking.sinks import brief
 from param_decomp_lab.training.job import NOTHING, TrainingJob
 from param_decomp_lab.training.recorder import Recorder
 from param_decomp_lab.training.sinks import Sinks
+from param_decomp_lab.ui.progress import StepsBar
 
 
 class Loop:
@@ -38,7 +39,7 @@ class Loop:
         log_every = job.config.method.cadence.train_log_every
         watch = self._sinks.collapse.step
         self._recorder = Recorder(job.spec, log_every, self._first, tokens, devices, self._write, watch)
-        self._bar = Terminal(job.console, job.config.wrapper.run_name, total, self._first)
+        self._bar = StepsBar(job.console, job.config.wrapper.run_name, total, self._first)
         if not self._is_saved:
             job.stop.must_save()
         step = self._first

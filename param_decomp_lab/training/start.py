@@ -31,9 +31,9 @@ from param_decomp_lab.setup.programs import (
     warmup_moments_program,
     warmup_program,
 )
-from param_decomp_lab.tracking.sinks import Terminal
 from param_decomp_lab.training.inputs import changed_inputs
 from param_decomp_lab.training.job import NOTHING, TrainingJob
+from param_decomp_lab.ui.progress import StepsBar
 from param_decomp_lab.ui.warnings import print_warnings
 
 WARMUP_CHUNK = 50
@@ -145,7 +145,7 @@ def _singular_vectors(job: TrainingJob) -> Components:
     n = n_batches(job.setup.problem.target.sites, prod(job.setup.leading))
     moments = no_second_moments_program(job.outline).function()
     add = second_moments_program(job.outline).function
-    with Terminal(job.console, "second moments", n) as bar:
+    with StepsBar(job.console, "second moments", n) as bar:
         for number in range(n):
             if job.stop():
                 raise job.preempted(where)
@@ -166,7 +166,7 @@ def _warm_up(job: TrainingJob, state: State) -> State:
     components, loss = state.components, jnp.zeros(())
     moments = warmup_moments_program(job.outline).function(components)
     steps = warmup_program(job.outline).function
-    with Terminal(job.console, "faithfulness warm-up", total) as bar:
+    with StepsBar(job.console, "faithfulness warm-up", total) as bar:
         for done in range(0, total, WARMUP_CHUNK):
             if job.stop():
                 raise job.preempted("in the faithfulness warm-up; nothing was saved")

@@ -19,8 +19,9 @@ from param_decomp_lab.errors import CannotWrite, UserError
 from param_decomp_lab.runs.identity import Displaced
 from param_decomp_lab.runs.listing import rows_at_the_end
 from param_decomp_lab.runs.metrics_file import METRICS_FILE, read_metrics
-from param_decomp_lab.tracking.sinks import MetricsFile, Terminal, brief
+from param_decomp_lab.tracking.sinks import MetricsFile, brief
 from param_decomp_lab.tracking.wandb_mirror import read_rows
+from param_decomp_lab.ui.progress import StepsBar
 
 
 def steps(folder: Path) -> list[int]:
@@ -208,9 +209,9 @@ def console() -> tuple[Console, io.StringIO]:
 
 def test_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr("param_decomp_lab.tracking.sinks.time.monotonic", lambda: clock.now)
+    monkeypatch.setattr("param_decomp_lab.ui.progress.time.monotonic", lambda: clock.now)
     terminal, text = console()
-    with Terminal(terminal, "demo", 100, done=20) as bar:
+    with StepsBar(terminal, "demo", 100, done=20) as bar:
         for step in range(21, 51):
             clock.now += 1.0
             bar.advance(step)

@@ -1,29 +1,14 @@
-"""What a pretraining says while it runs: a bar on the console, and one line of ``metrics.jsonl`` per logged step."""
+"""The log of a pretraining: a line of ``metrics.jsonl`` for each logged step."""
 
 import json
 import math
 from typing import TextIO
 
 from jax import Array
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from param_decomp_lab.errors import NonFiniteLoss
 
 METRICS_FILE = "metrics.jsonl"
-
-
-def progress_bar(console: Console, *fields: str) -> Progress:
-    """A bar over steps, with a text for each of ``fields``."""
-    texts = (TextColumn("{task.fields[" + name + "]}") for name in fields)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        *texts,
-        TimeRemainingColumn(),
-        console=console,
-    )
 
 
 def write_metrics(log: TextIO, metrics: dict[str, float]) -> None:
