@@ -2132,6 +2132,29 @@ def with_rests(edges: Edges, fires: Mapping[str, Array]) -> tuple[dict[str, Arra
     return firing, rests
 
 
+class RestParts(NamedTuple):
+    """E10: the parts of one rest. `components` [C]: of those that do not fire there, 0 elsewhere."""
+
+    components: Array
+    delta: float
+
+
+def rest_parts(
+    kept: Sequence[tuple[Edges, float]], fires: Mapping[str, Array], site: str, at: tuple[int, ...]
+) -> RestParts:
+    """E10: of the rest of `site` at the position `at`. `kept`: of each target to which an edge of it is kept, all edges
+    into the target, and its influence (of an output, its p)."""
+    parts, delta = np.zeros(fires[site].shape[-1]), 0.0
+    for edges, own in kept:
+        firing, rests = with_rests(edges, fires)
+        embeddings = [] if edges.embeddings is None else [edges.embeddings]
+        size = abs(edges.biases) + sum(float(np.abs(w).sum()) for w in tree_leaves([firing, rests, embeddings]))
+        factor = own * np.sign(rests[site][at]) / size
+        parts += factor * edges.components[site][at] * ~fires[site][at]
+        delta += factor * float(edges.deltas[site][at])
+    return RestParts(parts, delta)
+
+
 def influence_rows(weights: Array, biases: Array) -> Array:
     """E6: A `[n, n]`, by target and source, from the weights of the edges between nodes `[n, n]` and of those from the
     biases `[n]`. The rows of nodes without incoming edges are 0."""

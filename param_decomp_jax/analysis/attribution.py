@@ -172,13 +172,25 @@ class Cut(eqx.Module):
 
 class Edges(NamedTuple):
     """Incoming edges of K targets (E2, E5). ``components``: by stack, of those that fire. ``rest`` (the delta's part
-    included) and ``delta``: by stack, of every position or slot. ``embeddings``: none where the embedding is a site."""
+    included) and ``delta``: by stack, of every position or slot. ``embeddings``: none where the embedding is a site.
+    ``gradient``: by stack, the sum over the targets of their gradients with respect to what the site gives, each times
+    its factor there; None where no factors are given."""
 
     components: dict[str, Float[Array, "_K _layers _rows _M"]]
     rest: dict[str, Float[Array, "_K _layers _rows"]]
     delta: dict[str, Float[Array, "_K _layers _rows"]]
     embeddings: Float[Array, "K E"]
     biases: Float[Array, " K"]
+    gradient: dict[str, Float[Array, "_layers _rows _d_out"]] | None = None
+
+
+class RestsOfStack(NamedTuple):
+    """N rests of one stack, each given by the row of its layer there, its position or slot, and its expert (0 for other
+    sites)."""
+
+    layer: Int[Array, " N"]
+    row: Int[Array, " N"]
+    expert: Int[Array, " N"]
 
 
 def for_attribution(problem: Problem) -> Problem:
@@ -307,8 +319,12 @@ def edges(
     cut: Cut,
     firing: Mapping[str, Firing],
     targets: Targets | Outputs,
+    factors: Mapping[str, Float[Array, "K _layers _rows"]] | None = None,
 ) -> Edges:
-    """Incoming edges of every target, one backward pass of the cut network each (E2)."""
+    """Incoming edges of every target, one backward pass of the cut network each (E2).
+
+    ``factors``: by stack, what each target's gradient is multiplied by at each row in `Edges.gradient`.
+    """
     sites = problem.target.sites
     components = with_views(components, sites)
     biases, others = split_biases(weights)
@@ -322,6 +338,7 @@ def edges(
 
     to_held, to_entry, to_biases = jax.vmap(back)(targets)
     of_components, of_rest, of_delta = {}, {}, {}
+    gradient: dict[str, Array] | None = None if factors is None else {}
     for stack in sites.stacks:
         g = to_held[stack.name]
         g = jnp.moveaxis(g.reshape(*g.shape[:2], -1, g.shape[-1]), 0, 1)  # [layers, K, rows, d_out]
@@ -336,8 +353,42 @@ def edges(
         )
         found = lax.map(_edges_from_site, own)
         of_components[stack.name], of_rest[stack.name], of_delta[stack.name] = (jnp.moveaxis(w, 0, 1) for w in found)
-    n_targets = targets.row.shape[0]
-    return Edges(of_components, of_rest, of_delta, *_edges_from_entry(cut, biases, to_entry, to_biases, n_targets))
+        if gradient is not None:
+            assert factors is not None
+            gradient[stack.name] = jnp.einsum("klr,lkrd->lrd", factors[stack.name], g)
+    from_entry = _edges_from_entry(cut, biases, to_entry, to_biases, targets.row.shape[0])
+    return Edges(of_components, of_rest, of_delta, *from_entry, gradient)
+
+
+def behind_rests(
+    problem: Problem,
+    components: Components,
+    cut: Cut,
+    gradient: Mapping[str, Float[Array, "_layers _rows _d_out"]],
+    rests: Mapping[str, RestsOfStack],
+) -> tuple[dict[str, Float[Array, "_N _C"]], dict[str, Float[Array, " _N"]]]:
+    """What rests are made of, along a gradient with respect to what the sites give (E10). By stack, for each rest:
+
+    the slope ``Û_c · gradient`` of every component of its site, which times a component's activation a is its part;
+    and the delta's part, ``d · gradient``. Slopes are 0 where U_c is.
+    """
+    sites = problem.target.sites
+    components = with_views(components, sites)
+    slopes, deltas = {}, {}
+    for stack in sites.stacks:
+        U, d, g = components[stack.name].U, cut.delta[stack.name], gradient[stack.name]
+        is_expert = stack.experts is not None
+
+        # One rest at a time: U of them all would be as large as many copies of the site.
+        def of_rest(rest: RestsOfStack, U: Array = U, d: Array = d, g: Array = g, is_expert: bool = is_expert) -> Any:
+            layer, row, expert = rest
+            own = U[layer, expert] if is_expert else U[layer]
+            length = jnp.linalg.norm(own, axis=-1)
+            along = g[layer, row]
+            return jnp.where(length > 0, own @ along / jnp.where(length > 0, length, 1), 0), d[layer, row] @ along
+
+        slopes[stack.name], deltas[stack.name] = lax.map(of_rest, rests[stack.name])
+    return slopes, deltas
 
 
 def _edges_from_site(of_layer: Any) -> tuple[Array, Array, Array]:

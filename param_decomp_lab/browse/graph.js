@@ -113,7 +113,7 @@ const placeOf = (n) => (groupOf(n) ? `${members(n).length} nodes` : (entries[n].
 const subject = (n) => (marks[n].matches(".component") ? nodes[n][ID].replace(/@[^@]*$/, "") : marks[n].matches(".group") ? nodes[n][ID] : marks[n].classList[0]);
 const explained = new Map(); // by subject, what the list says of it
 entries.forEach((entry, n) => {
-  const said = entry.querySelector("details, .about");
+  const said = entry.querySelector("details:not(.behind), .about");
   if (said && !explained.has(subject(n))) explained.set(subject(n), said);
 });
 
@@ -202,6 +202,15 @@ function table(title, found, end) {
   return part;
 }
 
+// The parts of a residual error; null where they are not known.
+function madeOf(n) {
+  const parts = entries[n].querySelector(".behind table")?.cloneNode(true);
+  if (!parts) return null;
+  const made = element("div");
+  made.append(element("h3", "made of"), parts);
+  return made;
+}
+
 function describe(n) {
   if (n === null) {
     panel.replaceChildren(element("p", "Choose a node to see what it does, what it comes from and what it leads to.", { class: "note" }));
@@ -224,7 +233,7 @@ function describe(n) {
     if (said) said.open = !group;
   }
   const columns = element("div", undefined, { class: "columns" });
-  columns.append(table("comes from", edgesInto(n), 0), table("leads to", edgesOut(n), 1));
+  columns.append(madeOf(n) ?? table("comes from", edgesInto(n), 0), table("leads to", edgesOut(n), 1));
   panel.replaceChildren(title, facts, buttons, what, columns);
 }
 

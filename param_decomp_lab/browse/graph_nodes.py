@@ -15,6 +15,7 @@ NAMED_BY = 3
 EXAMPLES = 3
 AROUND = 6
 """Tokens before and after the one where it fires."""
+CONTRIBUTORS = 10
 TOKENS = 5
 """Tokens that a component raises, and that it lowers."""
 
@@ -56,6 +57,36 @@ def _in_context(example: Example) -> tuple[str, str, str]:
         raise UserError(f"an example at position {example.position} has tokens from {example.first}")
     before = "".join(example.names[max(0, here - AROUND) : here])
     return before, example.names[here], "".join(example.names[here + 1 : here + 1 + AROUND])
+
+
+@dataclass(frozen=True)
+class BehindRow:
+    """A part of a residual error. ``share``: of all parts. ``node``: the component, or None for the delta and for all
+    other components together."""
+
+    name: str
+    share: float
+    page: str = ""
+    node: Node | None = None
+
+
+def behind(opened: Opened, graph: Graph, node: Node) -> list[BehindRow] | None:
+    """The parts of a residual error (E10), the largest first and the other components last; None where the graph does
+    not have them."""
+    try:
+        found = graph.behind(node)
+    except UserError:
+        return None
+    rows = [BehindRow("delta", found.share(found.delta))]
+    for c in found.contributors[:CONTRIBUTORS]:
+        component = Node("component", node.site, node.position, c.number, c.value, c.importance, 0.0)
+        name = node_name(opened, graph, component)
+        rows.append(BehindRow(name, found.share(c.part), page_of(opened, component), component))
+    rows.sort(key=lambda row: -abs(row.share))
+    if found.n_others:
+        others = "1 other component" if found.n_others == 1 else f"{found.n_others:,} other components"
+        rows.append(BehindRow(others, found.share(found.others)))
+    return rows
 
 
 def _is_known(opened: Opened, site: str, number: int) -> bool:

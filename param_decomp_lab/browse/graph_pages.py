@@ -14,6 +14,7 @@ from markupsafe import Markup
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.graph_drawing import Shown, draw_graph
 from param_decomp_lab.browse.graph_nodes import (
+    behind,
     essentials,
     first_of_subject,
     node_names,
@@ -40,6 +41,8 @@ DRAWN = 40
 """Edges that are drawn at first, unless the address says otherwise: more make a tangle of a graph of usual size."""
 SHOWN = 60
 """Edges in a list to or from one node."""
+BEHIND = 40
+"""Residual errors in the list with what is behind them, those of largest influence; a chosen node has it always."""
 EXPLAINED = 80
 """Components with examples in the list, those of largest influence; a chosen node has them always."""
 
@@ -135,7 +138,7 @@ class GraphPages:
         total = sum(_edge_score(graph, edge) for edge in edges)
         own = [(e, math.sqrt(max(0.0, e.share))) for e in edges if at is not None and at in (e.source, e.target)]
         del edges[EDGES:]
-        entries = self._entries(opened, graph, served, link)
+        entries = self._entries(opened, graph, served, link, view.chosen)
         scores = [_edge_score(graph, edge) for edge in edges]
         drawn = min(view.edges, len(edges))
         drawing = draw_graph(
@@ -163,19 +166,22 @@ class GraphPages:
         )  # fmt: skip
 
     def _entries(
-        self, opened: Opened, graph: Graph, served: Sequence[int], link: Callable[..., str]
+        self, opened: Opened, graph: Graph, served: Sequence[int], link: Callable[..., str], chosen: str
     ) -> list[dict[str, Any]]:
         """The list of nodes. What a component does is explained once, at its node of largest influence."""
         nodes = [graph.nodes[n] for n in served]
         first, names = first_of_subject(nodes), node_names(opened, graph, nodes)
         entries: list[dict[str, Any]] = []
-        explained = 0
+        explained = opened_up = 0
         for k, node in enumerate(nodes):
             is_first = first[k] == k
             entry = self._node(opened, graph, node, names[k], is_first, is_first and explained < EXPLAINED)
             explained += entry["essentials"] is not None
             entry["like"] = first[k] if not is_first and node.kind == "component" else None
             entry["href"] = f"#i{k}" if self._pages.only is not None else f"{link(node=node.id)}#node"
+            if node.kind == "rest" and (opened_up < BEHIND or node.id == chosen):
+                entry["behind"] = behind(opened, graph, node)
+                opened_up += 1
             entries.append(entry)
         return entries
 
@@ -187,6 +193,7 @@ class GraphPages:
             "node": node, "name": name, "where": where(graph, node), "explain": explain,
             "page": page_of(opened, node) if explain else "",
             "essentials": essentials(opened, node.site, node.number) if examples and node.kind == "component" else None,
+            "behind": None,
         }  # fmt: skip
 
     def _lists(self, opened: Opened, graph: Graph, at: int, link: Callable[..., str]) -> dict[str, Any]:
@@ -201,8 +208,9 @@ class GraphPages:
 
         into, out = graph.into(node), graph.out_of(node)
         (name,) = node_names(opened, graph, [node])
+        of_rest = {"behind": behind(opened, graph, node)} if node.kind == "rest" else {}
         return self._node(opened, graph, node, name, explain=True, examples=True) | {
-            "into": rows(into[:SHOWN]), "out": rows(out[:SHOWN]), "n_into": len(into), "n_out": len(out),
+            "into": rows(into[:SHOWN]), "out": rows(out[:SHOWN]), "n_into": len(into), "n_out": len(out), **of_rest,
         }  # fmt: skip
 
 

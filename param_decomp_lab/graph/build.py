@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.graph.find_behind import find_behind
 from param_decomp_lab.graph.graph import Edge, Graph, Node, Optimized, Shares
 from param_decomp_lab.graph.incoming import Incoming
 from param_decomp_lab.graph.influence import IncomingEdges, Pruned, influence, prune
@@ -89,7 +90,8 @@ def build_graph(
     optimized: Optimized | None = None,
     progress: Progress | None = None,
 ) -> Graph:
-    """The attribution graph of a row of inputs (E1 to E7). ``optimized``: how the importances were, if they were."""
+    """The attribution graph of a row of inputs (E1 to E7, E10). ``optimized``: how the importances were, if they
+    were."""
     chosen = outputs.chosen
     found = incoming.of_outputs(outputs.row, outputs.numbers)
     weights, deltas, followed = [found.weights], [found.delta], np.zeros(0, int)
@@ -209,11 +211,12 @@ def _assemble(
     for row, source in kept.edges:
         target = int(row) if row < n_outputs else place[int(rows.node[row - n_outputs])]
         edges.append(Edge(place[int(source)], target, float(rows.weights[row, source]), float(shares[row, source])))
+    rests = find_behind(incoming, rows, values, kept, outputs.row, numbers)
     of_kept = Shares(kept.nodes_share, kept.edges_share, **ends)
     return Graph(
         prompt.run, prompt.step, prompt.text, prompt.tokens, prompt.ids, request.threshold,
         len(incoming.firing), len(rows.node), of_kept, tuple(nodes), tuple(edges),
-        {int(n): prompt.name(int(n)) for n in numbers}, optimized,
+        {int(n): prompt.name(int(n)) for n in numbers}, optimized, rests,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.graph.behind import Behind, from_columns, to_columns
 from param_decomp_lab.harvest.files.groups import Groups
 from param_decomp_lab.safe_io.json_text import read_json
 from param_decomp_lab.safe_io.printable import printable
@@ -128,7 +129,8 @@ class Graph:
 
     ``tokens``: of the prompt, as text, and ``token_ids``; a toy has one position, named by its active features, and no
     ids. ``output_names``: of the outputs, by number. ``firing``: components that fire in all; ``followed``: those whose
-    incoming edges were computed. ``optimized``: where importances are not the run's own.
+    incoming edges were computed. ``optimized``: where importances are not the run's own. ``rests``: what is behind the
+    residual errors among the nodes (E10); empty in graphs of earlier versions.
     """
 
     run: str
@@ -144,6 +146,7 @@ class Graph:
     edges: tuple[Edge, ...]
     output_names: dict[int, str]
     optimized: Optimized | None = None
+    rests: tuple[Behind, ...] = ()
 
     @property
     def title(self) -> str:
@@ -252,6 +255,17 @@ class Graph:
         found = [(self.nodes[edge.target], edge) for edge in self.edges if edge.source == number]
         return sorted(found, key=lambda pair: -abs(pair[1].weight))
 
+    def behind(self, node: Node | str) -> Behind:
+        """What a residual error is made of: its delta, and the components of largest part that do not fire there
+        (E10). Raises UserError for another node, and for a graph of an earlier version, which does not have it."""
+        own = self.node(node) if isinstance(node, str) else node
+        if own.kind != "rest":
+            raise UserError(f"{own.id} is not a residual error; `graph.into` has what leads to it")
+        found = next((entry for entry in self.rests if entry.node == own.id), None)
+        if found is None:
+            raise UserError(f"the graph was made without what is behind {own.id}; make it again with `pd graph`")
+        return found
+
     def grouped(self, groups: Groups) -> "Graph":
         """The same graph with the members of a group at one position as one node (`merge_groups`)."""
         return merge_groups(self, groups.group_of)
@@ -267,7 +281,7 @@ class Graph:
 
     def to_json(self) -> dict[str, Any]:
         """As `from_json` reads it. Nodes and edges are columns: names once, then rows."""
-        tables = ("nodes", "edges", "shares", "optimized")
+        tables = ("nodes", "edges", "shares", "optimized", "rests")
         head = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
         nodes = _columns(Node, self.nodes)
         if not any(nodes["members"]):
@@ -279,6 +293,7 @@ class Graph:
             "optimized": None if self.optimized is None else asdict(self.optimized),
             "nodes": nodes,
             "edges": _columns(Edge, self.edges),
+            **({"rests": to_columns(self.rests)} if self.rests else {}),
         }
 
     @classmethod
@@ -295,6 +310,8 @@ class Graph:
             raise UserError(f"{where} is not a graph of version {VERSION}, which this code reads")
         try:
             tables = {name: list(_rows(raw[name])) for name in ("nodes", "edges")}
+            if "rests" in raw:
+                tables["rests"] = from_columns(raw["rests"], _places_of_rests(tables["nodes"]))
             graph = TypeAdapter(cls).validate_python({**raw, **tables})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{where} is not a graph that `pd graph` wrote: {error}") from error
@@ -317,6 +334,12 @@ def _rows(columns: Any) -> Iterator[dict[str, Any]]:
     names = list(columns)
     for values in zip(*columns.values(), strict=True):
         yield dict(zip(names, values, strict=True))
+
+
+def _places_of_rests(nodes: list[dict[str, Any]]) -> dict[str, tuple[str, int]]:
+    """Site and position of the residual errors, by id."""
+    places = [(node["site"], node["position"]) for node in nodes if node["kind"] == "rest"]
+    return {f"{site}:rest@{position}": (site, position) for site, position in places}
 
 
 def merge_groups(graph: Graph, group_of: GroupOf) -> Graph:

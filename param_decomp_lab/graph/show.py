@@ -47,6 +47,7 @@ class ProgressLine:
 def graph_file(run_folder: Path, graph: Graph) -> Path:
     """Where a run's folder keeps a graph: under a name that follows from what it is about and how it was made."""
     about = graph.to_json() | {"nodes": None, "edges": None}
+    about.pop("rests", None)
     about["outputs"] = [node.id for node in graph.outputs]
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
     words = re.sub(r"[^a-z0-9]+", "-", graph.prompt.lower())[:40].strip("-") or "prompt"

@@ -180,7 +180,7 @@ class Run(OpenedRun):
         (O1 to O5), which leaves far fewer components; True, or fields of
         `param_decomp_lab.graph.optimize.OptimizeRequest`.
 
-        Computed in fp32 with all components on and Δ on (E1 to E7). Raises UserError if the prompt or an option is
+        Computed in fp32 with all components on and Δ on (E1 to E7, E10). Raises UserError if the prompt or an option is
         wrong.
         """
         return graph_of_prompt(self, prompt, target, optimize, progress, options)

@@ -14,8 +14,10 @@ from param_decomp_jax.analysis.attribution import (
     Edges,
     Firing,
     Outputs,
+    RestsOfStack,
     Targets,
     _measure,
+    behind_rests,
     edges,
     for_attribution,
     split_biases,
@@ -254,6 +256,75 @@ def test_edges_are_the_reference_s(name: str) -> None:
                 if want.embeddings is not None:
                     np.testing.assert_allclose(found.embeddings[k], want.embeddings.reshape(-1), atol=1e-9 * scale)
                 assert float(found.biases[k]) == pytest.approx(want.biases, abs=1e-9 * scale)
+
+
+def half_of_it_fires(case: Case) -> Case:
+    rng = np.random.default_rng(7)
+    firing = {
+        name: Firing(f.number, jnp.asarray((rng.uniform(size=f.fires.shape) < 0.5).astype(np.float64)))
+        for name, f in case.firing.items()
+    }
+    cut = jax.jit(take_apart, static_argnums=0)(case.problem, case.components, case.weights, case.inputs, firing)
+    return case._replace(firing=firing, cut=cut)
+
+
+def every_rest(case: Case, stack: Any) -> RestsOfStack:
+    layers, rows = case.firing[stack.name].number.shape[:2]
+    expert = np.zeros((layers, rows), int)
+    if stack.experts is not None:
+        expert = np.asarray(case.cut.chosen[stack.name]).reshape(layers, rows)
+    return RestsOfStack(*(jnp.asarray(x.reshape(-1)) for x in (*np.indices((layers, rows)), expert)))
+
+
+@pytest.mark.parametrize("name", slow_but(("resid_mlp",), ("llama", "resid_mlp", "experts", "embedding", "identities")))
+def test_parts_of_rests_are_the_reference_s(name: str) -> None:
+    """E10, of every rest, along its edges into a component of each stack."""
+    with jax.enable_x64():
+        case = half_of_it_fires(CASES[name]())
+        sites, wanted = case.problem.target.sites, some_targets(case)
+        n = wanted.row.shape[0]
+        influences = np.random.default_rng(5).uniform(0.1, 1, n)
+        program = jax.jit(edges, static_argnums=0)
+
+        def with_factors(factors: Mapping[str, Any]) -> Edges:
+            given = case.problem, case.components, case.weights, case.inputs, case.cut, case.firing
+            found: Edges = program(*given, wanted, factors)
+            return found
+
+        rows = {stack.name: case.firing[stack.name].number.shape[:2] for stack in sites.stacks}
+        found = with_factors({name: np.zeros((n, *shape)) for name, shape in rows.items()})
+        all_sources = jax.tree.leaves(found._replace(delta={}, gradient=None))
+        sizes = sum(np.abs(w).reshape(n, -1).sum(axis=1) for w in all_sources)
+        factors = {name: (influences / sizes)[:, None, None] * np.sign(w) for name, w in found.rest.items()}
+        gradient = with_factors(factors).gradient
+        assert gradient is not None
+        slopes, deltas = jax.jit(behind_rests, static_argnums=0)(
+            case.problem, case.components, case.cut, gradient, {s.name: every_rest(case, s) for s in sites.stacks}
+        )
+        slope = by_site(case, {name: x.reshape(*rows[name], -1) for name, x in slopes.items()})
+        delta = by_site(case, {name: x.reshape(*rows[name], 1) for name, x in deltas.items()})
+
+        plain = tiny.ref_target(case.problem.target, case.weights, np.asarray(case.inputs))
+        components = tiny.ref_components(with_views(case.components, sites), sites)
+        fires = {site: mask > 0.5 for site, mask in by_site(case, {n: f.fires for n, f in case.firing.items()}).items()}
+        is_text = case.inputs.dtype.kind == "i"
+        nodes = [ref_node(case, wanted, k, is_text) for k in range(n)]
+        kept = [(ref.attributions(plain, components, node), own) for node, own in zip(nodes, influences, strict=True)]
+        a = ref.cut_leaves(plain, components)[0]["components"]
+        largest = 0.0
+        for site, fire in fires.items():
+            for at in np.ndindex(fire.shape[:-1]):
+                want = ref.rest_parts(kept, fires, site, at)
+                largest = max(largest, np.abs(want.components).max())
+                np.testing.assert_allclose(a[site][at] * slope[site][at] * ~fire[at], want.components, atol=1e-10)
+                np.testing.assert_allclose(delta[site][(*at, 0)], want.delta, atol=1e-10)
+                # The parts add up to the rest's share of each target, times the target's influence.
+                shares = (
+                    np.abs(ref.with_rests(e, fires)[1][site][at]) * own / size
+                    for (e, own), size in zip(kept, sizes, strict=True)
+                )
+                assert want.components.sum() + want.delta == pytest.approx(sum(shares), abs=1e-10)
+        assert largest > 1e-3
 
 
 def by_site(case: Case, of_stacks: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -4,10 +4,12 @@ import gzip
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.graph import Edge, Graph, Node
+from param_decomp_lab.graph.behind import Behind, Contributor
 from param_decomp_lab.graph.graph import Shares
 from param_decomp_lab.harvest.files import find_harvests
 from param_decomp_lab.harvest.files.labels import BY_MODEL, Labels
@@ -62,6 +64,12 @@ def hand_graph(step: int = STEP) -> Graph:
         LLAMA, step, "then", ("t", "h", "e", "n"), (116, 104, 101, 110), 0.0, 100, 90,
         Shares(0.8, 0.9, 0.5, 0.3, 0.1, 0.1, 0.1), nodes, edges, {110: "n", 101: "e"},
     )  # fmt: skip
+
+
+def with_parts(graph: Graph) -> Graph:
+    """`hand_graph` with what is behind one of its residual errors: its parts add up to 0.5."""
+    parts = (Contributor(DOWN, 3, 2, -1.5, 0.0, 0.25), Contributor(DOWN, 3, 7, 0.5, 0.0, -0.125))
+    return replace(graph, rests=(Behind(f"{DOWN}:rest@3", 0.3125, 0.0625, 21, parts),))
 
 
 def small_graph(

@@ -20,7 +20,7 @@ from param_decomp_lab.graph import Graph, Node
 from param_decomp_lab.harvest.files.averages import AverageOptions, write_averages
 from param_decomp_lab.harvest.files.labels import Labels
 from param_decomp_lab.opening import Run
-from tests.lab.shared_folders import DOWN, hand_graph, harvest_step
+from tests.lab.shared_folders import DOWN, hand_graph, harvest_step, with_parts
 from tests.lab.test_browse import LLAMA, MARKUP, TOY, base, client
 
 TEXT = "then"
@@ -203,6 +203,8 @@ def test_hostile_graphs(shown: TestClient, mine: Path, run: Run) -> None:
     raw |= {"prompt": MARKUP, "tokens": [MARKUP] * 4}
     raw["output_names"] = dict.fromkeys(raw["output_names"], MARKUP)
     raw["nodes"]["site"] = [MARKUP] * len(raw["nodes"]["site"])
+    place = raw["rests"]["node"][0].rpartition(":")[2]
+    raw["rests"] = {name: column[:1] for name, column in raw["rests"].items()} | {"node": [f"{MARKUP}:{place}"]}
     (mine / LLAMA / "graphs").mkdir(exist_ok=True)
     (mine / LLAMA / "graphs" / "hostile.json").write_text(json.dumps(raw))
     for address in (f"{base(mine)}/graphs/hostile", f"{base(mine)}/graphs"):
@@ -216,6 +218,7 @@ def test_hostile_graphs(shown: TestClient, mine: Path, run: Run) -> None:
 def test_a_page_of_two_thousand_nodes(shown: TestClient, mine: Path, run: Run) -> None:
     """At most 200 KB travel, and the largest nodes are drawn."""
     raw = run.graph(TEXT).to_json()
+    raw.pop("rests", None)
     names = list(raw["nodes"])
     n = 3000
     node = {name: raw["nodes"][name][-1] for name in names}
@@ -327,6 +330,46 @@ def test_what_is_said_of_residual_errors_and_scores(shown: TestClient, mine: Pat
     assert "residual error <small>layers.1.mlp.down_proj · " in said
     assert "Circuit-tracer calls it an error node" in said
     assert re.search(r'<h3>comes from</h3>\s*<p class="note">nothing</p>', said)
+    assert "made again, it lists the parts" in said
+
+
+def test_parts_of_a_residual_error(shown: TestClient, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the list, and where the node is chosen: the largest first, by label or tokens, the others together last."""
+    step = harvest_step(mine, LLAMA)
+    with_parts(hand_graph(step)).save(mine / LLAMA / "graphs" / "parts.json")
+    Labels(mine / LLAMA, step).set(DOWN, 2, f"silent {MARKUP}", "Ada")
+    here, name = f"{base(mine)}/graphs/parts", f"{DOWN}:rest@3"
+
+    def rows(part: str) -> list[list[str]]:
+        found = re.findall(r"<tr>(<td>.*?)</tr>", part.partition("<th>part</th>")[2].partition("</table>")[0])
+        return [[unescape(re.sub("<[^>]*>", "", cell)) for cell in row.split("</td>")[:-1]] for row in found]
+
+    page = shown.get(here).text
+    assert MARKUP not in page
+    assert page.count("<th>part</th>") == 1
+    [entry] = [entry for entry in listed(page) if "<th>part</th>" in entry]
+    assert f"{DOWN} · " in entry
+    found = rows(entry)
+    assert [row[1:] for row in found] == [
+        ["62.5\u00a0%", "", ""], ["50.0\u00a0%", "0", "−1.50"], ["−25.0\u00a0%", "0", "0.500"], ["12.5\u00a0%", "", ""],
+    ]  # fmt: skip
+    assert found[0][0] == "delta"
+    assert found[1][0].startswith("silent </title>")
+    assert found[1][0].endswith(" 2")
+    assert found[2][0].endswith(" 7")
+    assert found[3][0] == "21 other components"
+    for number in (2, 7):
+        assert f'href="{base(mine)}/sites/{DOWN}/{number}"' in entry
+    chosen = shown.get(here, params={"node": name}).text.partition('id="node"')[2].partition("</section>")[0]
+    assert rows(chosen) == found
+    assert "<h3>made of</h3>" in chosen
+    assert "comes from" not in chosen
+    assert "made again" not in page
+    monkeypatch.setattr("param_decomp_lab.browse.graph_pages.BEHIND", 0)
+    assert "<th>part</th>" not in shown.get(here).text
+    chosen = shown.get(here, params={"node": name}).text
+    assert chosen.count("<th>part</th>") == 2
+    assert rows(chosen) == found
 
 
 def test_a_component_that_the_harvest_does_not_have(shown: TestClient, mine: Path) -> None:

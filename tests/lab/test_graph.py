@@ -1,6 +1,7 @@
 """Attribution graphs of runs: what is followed, what is kept, and what a file holds."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,11 @@ from hypothesis import strategies as st
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph import Graph
+from param_decomp_lab.graph.build import GraphRequest, Prompt, build_graph, find_outputs
+from param_decomp_lab.graph.graph import merge_groups
 from param_decomp_lab.graph.incoming import Incoming
 from param_decomp_lab.graph.influence import IncomingEdges, influence, prune
+from param_decomp_lab.graph.show import graph_file
 from param_decomp_lab.opening import Run, load_run
 from tests import reference as ref
 from tests.core import test_experts as with_experts
@@ -148,6 +152,121 @@ def test_experts(run: Run) -> None:
         layout.rest_site, layout.rest_position, found[len(firing) : len(firing) + len(layout.rest_site)], strict=True
     ):
         assert weight == pytest.approx(rests[names[site]][0, position], abs=1e-4 * scale)
+    every = np.arange(len(layout.rest_site))
+    signs = np.sign(found[None, len(firing) : len(firing) + len(every)])
+    no_components = np.zeros(0, int), np.zeros((0, len(every)))
+    parts = incoming.behind(every, 2, (np.asarray([5]), signs), no_components)
+    size = np.abs(found).sum()
+    for n, own in enumerate(parts):
+        site, at = names[layout.rest_site[n]], (0, int(layout.rest_position[n]))
+        wanted = ref.rest_parts([(want, 1.0)], fires, site, at)
+        np.testing.assert_allclose(own.components, size * wanted.components, atol=1e-4 * scale)
+        assert own.delta == pytest.approx(size * wanted.delta, abs=1e-4 * scale)
+
+
+def where_few_fire(run: Run, **options: Any) -> tuple[Graph, dict[str, np.ndarray]]:
+    """A graph of importances at random, and these: the run's own are nearly all 1."""
+    rng = np.random.default_rng(2)
+    ids = np.asarray(list(TEXT.encode()))
+    importances = {name: rng.uniform(size=(len(ids), site.C)).astype(np.float32) for name, site in run.sites.items()}
+    request = GraphRequest((104, 7), **WHOLE | {"threshold": 0.7} | options)
+    incoming = Incoming(run, run.as_batch(ids)[0], request.threshold, importances)
+    about = Prompt(run.id, run.step, TEXT, tuple(TEXT), tuple(ids.tolist()), chr)
+    return build_graph(incoming, about, request, find_outputs(incoming, request, True)), importances
+
+
+@pytest.fixture(scope="module")
+def few(run: Run) -> Graph:
+    return where_few_fire(run)[0]
+
+
+def test_what_is_behind_residual_errors(few: Graph, whole: Graph, run: Run) -> None:
+    """E10, by the edges of a graph in which every component is a node of its own."""
+    of_parts = {node.id: dict[str, float]() for node in few.nodes if node.kind != "rest"}
+    for edge in whole.edges:
+        source, target = whole.nodes[edge.source], whole.nodes[edge.target]
+        if target.id in of_parts:
+            of_parts[target.id][source.id] = edge.weight
+    a, importance = run.activations(TEXT), where_few_fire(run)[1]
+    rests = [node for node in few.nodes if node.kind == "rest"]
+    assert len(rests) > len(TEXT)
+    assert {entry.node for entry in few.rests} == {node.id for node in rests}
+    fire = {node.id for node in few.components}
+    cancelled = others = 0
+    for node in rests:
+        found, C = few.behind(node), run.sites[node.site].C
+        assert found.total == pytest.approx(node.influence, rel=1e-4, abs=1e-8)
+        leads = [(target, edge) for target, edge in few.out_of(node) if edge.weight]
+
+        def part(of: str, leads: Any = leads) -> float:
+            factors = ((t.id, t.influence * edge.share / edge.weight) for t, edge in leads)
+            return sum(factor * of_parts[target].get(of, 0.0) for target, factor in factors)
+
+        silent = [f"{node.site}:{n}@{node.position}" for n in range(C)]
+        want = {name: part(name) for name in silent if name not in fire}
+        largest = sorted(map(abs, want.values()), reverse=True)
+        close = {"rel": 1e-3, "abs": 1e-5 * max(largest, default=0.0) + 1e-9}
+        n = len(found.contributors)
+        assert [abs(c.part) for c in found.contributors] == pytest.approx(largest[:n], **close)
+        assert n == 10 or max(largest[n:], default=0.0) <= close["abs"]
+        for c in found.contributors:
+            assert c.part == pytest.approx(want[c.id], **close)
+            assert c.value == pytest.approx(float(a[c.site][c.position, c.number]), abs=1e-5)
+            assert c.importance == pytest.approx(float(importance[c.site][c.position, c.number]))
+            assert c.importance <= few.threshold
+            cancelled += c.part < 0
+        assert found.n_others == len(want) - n
+        others += found.n_others
+        assert found.others == pytest.approx(sum(want.values()) - sum(want[c.id] for c in found.contributors), **close)
+        assert found.delta == pytest.approx(part(node.id), **close)
+    assert cancelled > 0
+    assert others > 0
+
+
+def test_what_is_behind_follows_the_edges_that_are_kept(few: Graph, run: Run) -> None:
+    """A graph with groups has it too; other nodes have no parts."""
+    pruned, _ = where_few_fire(run, nodes_share=0.9, edges_share=0.7)
+    assert pruned.rests
+    assert len(pruned.edges) < len(few.edges)
+    for entry in pruned.rests:
+        through = sum(target.influence * edge.share for target, edge in pruned.out_of(entry.node))
+        assert entry.total == pytest.approx(through, rel=1e-4)
+        assert merge_groups(pruned, lambda site, number: number % 3).behind(entry.node) == entry
+    assert pruned.rests[0].contributors[0].id in repr(pruned.rests[0])
+    with pytest.raises(UserError, match="is not a residual error"):
+        pruned.behind(pruned.components[0])
+
+
+def test_files_of_residual_errors(few: Graph, tmp_path: Path) -> None:
+    few.save(tmp_path / "a.json")
+    read = Graph.load(tmp_path / "a.json")
+    assert read.to_json() == few.to_json()
+    entry, before = read.rests[0], few.rests[0]
+    assert [c.id for c in entry.contributors] == [c.id for c in before.contributors]
+    assert [c.part for c in entry.contributors] == pytest.approx([c.part for c in before.contributors], rel=1e-5)
+    earlier = few.to_json()
+    del earlier["rests"]
+    opened = Graph.from_json(earlier, "a file")
+    assert opened.nodes == read.nodes
+    assert graph_file(tmp_path, opened) == graph_file(tmp_path, read)
+    with pytest.raises(UserError, match="make it again"):
+        opened.behind(entry.node)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"node": ["layers.7.up:rest@0"]}, {"node": [[]]}, {"part": 4}, {"number": []}, {"delta": [None]},
+        {"n_others": ["many"]}, {"value": [["x"]]}, {"number": [[0]], "part": [[0.5, 0.5]]},
+    ],
+)  # fmt: skip
+def test_damaged_residual_errors(few: Graph, changes: dict[str, Any]) -> None:
+    raw = replace(few, rests=few.rests[:1]).to_json()
+    assert Graph.from_json(raw, "a file").rests
+    with pytest.raises(UserError, match="not a graph that `pd graph` wrote"):
+        Graph.from_json(raw | {"rests": raw["rests"] | changes}, "a file")
+    with pytest.raises(UserError, match="two entries"):
+        Graph.from_json(replace(few, rests=few.rests[:1] * 2).to_json(), "a file")
 
 
 def test_files(whole: Graph, tmp_path: Path) -> None:

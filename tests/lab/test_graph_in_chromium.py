@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from tests.lab.chromium import CHROMIUM, NONE_HERE, chromium, follow, watched
-from tests.lab.shared_folders import DOWN, UP, hand_graph, harvest_step
+from tests.lab.shared_folders import DOWN, UP, hand_graph, harvest_step, with_parts
 from tests.lab.test_browse import LLAMA, only_harvest
 from tests.lab.test_browse_in_chromium import served
 
@@ -31,6 +31,7 @@ def graph_page(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     shutil.copytree(harvested, folder, ignore=shutil.ignore_patterns("ckpts"))
     graph = hand_graph(harvest_step(folder, LLAMA))
     graph.save(folder / LLAMA / "graphs" / "hand.json")
+    with_parts(graph).save(folder / LLAMA / "graphs" / "parts.json")
     later = tuple(replace(node, position=node.position + 36) for node in graph.nodes)
     longer = replace(graph, nodes=later, tokens=("t",) * 36 + graph.tokens, token_ids=(116,) * 36 + graph.token_ids)
     longer.save(folder / LLAMA / "graphs" / "long.json")
@@ -46,6 +47,18 @@ def mark(page: Page, number: int) -> str:
 
 def edges(page: Page) -> int:
     return page.locator("#lines path").count()
+
+
+def test_the_parts_of_a_residual_error_are_shown_where_it_is_chosen(graph_page: str, browser: Browser) -> None:
+    said: list[str] = []
+    page = watched(browser, said, viewport={"width": 1300, "height": 900})
+    page.goto(graph_page.replace("/hand", "/parts"))
+    page.locator("#n7 circle").click()
+    assert page.locator("#node h3").all_inner_texts() == ["made of", "leads to"]
+    assert page.locator("#node .columns div").first.locator("tbody tr").count() == 4
+    page.locator("#n8 circle").click()  # another, whose parts the file does not have
+    assert page.locator("#node h3").all_inner_texts() == ["comes from", "leads to"]
+    assert not said
 
 
 def test_a_choice_is_marked_everywhere_and_stays_in_the_address(graph_page: str, browser: Browser) -> None:
