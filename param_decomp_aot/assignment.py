@@ -1,7 +1,7 @@
 """Parses the buffer assignment and the live ranges of a compiled program from XLA's dump.
 
-These are ``*gpu_after_optimizations-buffer-assignment.txt`` (where every value lies, and how large it is) and
-``-live-range.txt`` (from when to when).
+The files are ``*gpu_after_optimizations-buffer-assignment.txt`` (where every value lies, and how large it is) and
+``-live-range.txt`` (when it is alive).
 """
 
 import re
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["argument", "output", "constant", "temp", "host"]
-"""``host``: whatever lies in the host's memory; the others are on the device."""
+"""The role of memory. ``host``: everything in the host's memory; the others are on the device."""
 
 Region = tuple[int, int, int]
-"""Number of an allocation, offset and size in it."""
+"""The number of an allocation, and an offset and a size in it."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value of the program: an instruction's result, or the part of it that ``index`` says. ``phi``: a loop's name
-    for what it carries. ``shape``: as XLA writes it, ``f32[9,4096,768]``."""
+    """A value of the program: an instruction's result, or the part of it at ``index``. ``phi``: whether it is a loop's
+    name for what the loop carries. ``shape``: as XLA writes it, ``f32[9,4096,768]``."""
 
     name: str
     index: str
@@ -30,7 +30,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Allocation:
-    """``size`` bytes that are set aside once, and the values that lie in it at one time or another."""
+    """``size`` bytes that are reserved once, and the values that lie there at one time or another."""
 
     size: int
     role: Role
@@ -39,14 +39,15 @@ class Allocation:
 
 @dataclass(frozen=True)
 class InstructionSchedule:
-    """``sequence``: the program's instructions in the order in which they run, loop bodies once. ``alive``: from which
-    to which number of the sequence a value lives, both included, by its name and index."""
+    """The order of instructions and the lifetimes of values. ``sequence``: the program's instructions in the order in
+    which they run, loop bodies once. ``alive``: the first and the last number in the sequence at which a value is
+    alive, both included, by the value's name and index."""
 
     sequence: tuple[str, ...]
     alive: dict[tuple[str, str], tuple[int, int]]
 
     def lifetimes(self, values: Sequence[Value]) -> list[tuple[int, int]]:
-        """The lives of ``values``. Raises ValueError where one is missing."""
+        """Returns the lifetimes of ``values``. Raises ValueError if one is missing."""
         missing = [v.name for v in values if (v.name, v.index) not in self.alive]
         if not self.alive or missing:
             raise ValueError(f"not the dump of one program: no live range for {missing[:3] or 'anything'}")
@@ -63,7 +64,7 @@ _NUMBERED = re.compile(r"^    (\d+):(\S+)$", re.MULTILINE)
 
 
 def allocations(assignment: str) -> list[Allocation]:
-    """All but what lives in registers. Raises ValueError where the text is not of XLA's form."""
+    """Returns all allocations except registers. Raises ValueError if the text does not have XLA's form."""
     found: list[Allocation] = []
     number = -1
     values: list[Value] = []
@@ -84,7 +85,7 @@ def allocations(assignment: str) -> list[Allocation]:
 
 
 def schedule(live_ranges: str) -> InstructionSchedule:
-    """The order of instructions and the lives of values."""
+    """Returns the order of instructions and the lifetimes of values."""
     alive = {(name, index): (int(first), int(last)) for name, index, first, last in _ALIVE.findall(live_ranges)}
     numbered = {int(number): name for number, name in _NUMBERED.findall(live_ranges)}
     length = 1 + max([*numbered, *(last for _, last in alive.values())], default=-1)

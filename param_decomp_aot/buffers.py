@@ -15,10 +15,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory that is taken at some time, of one device or by it in its host.
+    """Memory that is used at some time, on one device or in its host.
 
-    ``shape``: as XLA writes it, ``f32[9,4096,768]``, of the local part. ``scope``: where in the code the value comes
-    from, by `jax.named_scope` and transformation; of an argument its name. ``source``: file and line.
+    ``shape``: that of the local part, as XLA writes it, ``f32[9,4096,768]``. ``scope``: where in the code the value
+    comes from, by `jax.named_scope` and transformation; for an argument, its name. ``source``: file and line.
     """
 
     n_bytes: int
@@ -42,9 +42,9 @@ class BufferSpan:
 class BufferTimeline:
     """The memory of a program over time.
 
-    ``fixed``: arguments, results and constants, which are there from beginning to end. ``spans``: the temporaries, each
-    place of them at any time in at most one span. ``temp``: bytes set aside for these. ``schedule``: the scope of each
-    instruction, in the order in which they run; of a loop each once.
+    ``fixed``: arguments, results and constants, which exist from beginning to end. ``spans``: the temporaries; at any
+    time, a place is in at most one span. ``temp``: the bytes reserved for temporaries. ``schedule``: the scope of each
+    instruction, in the order in which they run, those of loop bodies once.
     """
 
     fixed: tuple[Buffer, ...]
@@ -54,20 +54,21 @@ class BufferTimeline:
 
     @property
     def base(self) -> int:
-        """Bytes on the device from beginning to end."""
+        """The bytes that are used on the device from beginning to end."""
         return sum(b.n_bytes for b in self.fixed if b.role != "host")
 
     @property
     def planned(self) -> int:
-        """Bytes on the device altogether: XLA's plan, which `compile.py:Memory.peak` says without its constants."""
+        """All bytes on the device: XLA's plan, which `compile.py:ProgramMemory.peak` gives without constants."""
         return self.base + self.temp
 
 
 @dataclass(frozen=True)
 class Peak:
-    """``buffers``: largest first; arguments and results are there from beginning to end.
+    """The memory at the peak. ``buffers``: largest first; arguments and results exist from beginning to end.
 
-    ``temp``: bytes set aside for everything else. ``unused``: how much of these is free at the peak, between buffers.
+    ``temp``: the bytes reserved for everything else. ``unused``: how many of these are free at the peak, between
+    buffers.
     """
 
     buffers: tuple[Buffer, ...]
@@ -76,14 +77,14 @@ class Peak:
 
     @property
     def explained(self) -> float:
-        """Share of the bytes whose scope is known."""
+        """The share of the bytes whose scope is known."""
         return sum(b.n_bytes for b in self.buffers if b.scope) / max(1, sum(b.n_bytes for b in self.buffers))
 
 
 def ledger(assignment: str, live_ranges: str, program: str) -> BufferTimeline:
-    """Everything that the three texts say together.
+    """Returns the memory of a program over time, from the three texts together.
 
-    Raises ValueError where they are not of XLA's form, or not of one program.
+    Raises ValueError if they do not have XLA's form, or do not belong to one program.
     """
     instructions, times = Instructions(program), schedule(live_ranges)
     fixed: list[Buffer] = []
@@ -101,7 +102,7 @@ def ledger(assignment: str, live_ranges: str, program: str) -> BufferTimeline:
 
 
 def busiest(spans: Sequence[BufferSpan]) -> int:
-    """The first moment at which most bytes are taken."""
+    """Returns the first moment at which the most bytes are used."""
     events = [(s.first, s.buffer.n_bytes) for s in spans] + [(s.last + 1, -s.buffer.n_bytes) for s in spans]
     taken, most, moment = 0, -1, 0
     for time, change in sorted(events):
@@ -112,8 +113,8 @@ def busiest(spans: Sequence[BufferSpan]) -> int:
 
 
 def find_peak(ledger: BufferTimeline) -> Peak:
-    """The buffers at the moment at which the temporary ones take most, counted here: XLA's own list of the moment, in
-    its live ranges, leaves out what an all-gather has under way and what loops carry."""
+    """Returns the buffers at the moment at which the temporary ones use the most bytes. They are counted here, because
+    XLA's own list for that moment, in its live ranges, leaves out all-gathers in progress and what loops carry."""
     moment = busiest(ledger.spans)
     temporary = [s.buffer for s in ledger.spans if s.first <= moment <= s.last]
     buffers = sorted([*ledger.fixed, *temporary], key=lambda b: -b.n_bytes)
@@ -121,12 +122,13 @@ def find_peak(ledger: BufferTimeline) -> Peak:
 
 
 def live_at_peak(assignment: str, live_ranges: str, program: str) -> Peak:
-    """`find_peak` what the texts say (see `ledger`)."""
+    """Calls `find_peak` on what the texts say (see `ledger`)."""
     return find_peak(ledger(assignment, live_ranges, program))
 
 
 def table(peak: Peak, rows: int = 40) -> str:
-    """The largest buffers as text, alike ones (of one shape and scope) on one line, and the rest as a sum."""
+    """Returns the largest buffers as text. Buffers of one shape and scope share a line, and the remaining ones are
+    summed."""
     alike: dict[tuple[str, ...], list[Buffer]] = {}
     for b in peak.buffers:
         alike.setdefault((b.role, b.shape, b.scope, b.source), []).append(b)
@@ -151,8 +153,8 @@ _Lifetime = tuple[Value, int, int]
 
 
 def _spans(values: Sequence[Value], times: InstructionSchedule, instructions: Instructions) -> Iterator[BufferSpan]:
-    """What lies in each place, one after the other. Values that share a place (a loop's carry, an update of it) count
-    once; a new span begins where something is computed into the place."""
+    """Yields what lies in each place over time. Values that share a place (a loop's carry, an update of it) count once;
+    a new span begins where something is computed into the place."""
     regions: dict[Region, list[_Lifetime]] = {}
     for value, (first, last) in zip(values, times.lifetimes(values), strict=True):
         regions.setdefault(value.region, []).append((value, first, last))
@@ -161,13 +163,14 @@ def _spans(values: Sequence[Value], times: InstructionSchedule, instructions: In
         for first, last in _merge_intervals([(first, last) for _, first, last in lived]):
             starts = sorted({first, *(c for c in computed if first < c <= last)})
             for start, end in zip(starts, [*(s - 1 for s in starts[1:]), last], strict=True):
-                # What computes a value says more than a loop that carries it; of such the latest until now is nearest.
+                # The instruction that computes a value says more than a loop that carries it. Of several, the latest so
+                # far is nearest.
                 nearest = sorted(lived, key=lambda s: (s[0].phi, s[1] > start, abs(start - s[1])))
                 yield BufferSpan(start, end, _buffer("temp", n_bytes, [v for v, _, _ in nearest], instructions))
 
 
 def _merge_intervals(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The union of intervals, as intervals that do not meet."""
+    """Returns the union of intervals, as disjoint intervals."""
     union: list[tuple[int, int]] = []
     for first, last in sorted(intervals):
         if union and first <= union[-1][1]:
@@ -178,7 +181,7 @@ def _merge_intervals(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _buffer(role: Role, n_bytes: int, values: Sequence[Value], instructions: Instructions) -> Buffer:
-    """Named by the first of its values whose origin is known."""
+    """Returns a buffer named after the first of its values whose origin is known."""
     origins = ((v, instructions.origin(v.name)) for v in values)
     value, (scope, source) = next((found for found in origins if found[1][0]), (values[0], ("", "")))
     return Buffer(n_bytes, role, value.shape, value.name, scope, source)

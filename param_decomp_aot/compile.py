@@ -14,17 +14,18 @@ from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 Options = Mapping[str, str | int | bool]
 
 OPTIONS: Options = {"xla_gpu_autotune_level": 0}
-"""There is nothing to time kernels on."""
+"""XLA's options: without autotuning, because there is no card to time kernels on."""
 
 Program = Callable[[Any], tuple[Any, tuple[Any, ...]]]
-"""From an abstract mesh to a function (from `jax.jit`) and its arguments: shapes with shardings on that mesh."""
+"""A map from an abstract mesh to a function (from `jax.jit`) and its arguments, which are shapes with shardings on that
+mesh."""
 
 
 @dataclass(frozen=True)
 class ProgramMemory:
-    """XLA's plan for one device, in bytes. What a kernel takes as workspace at run time (cuDNN's) is not in it.
+    """XLA's plan for one device, in bytes, without the workspace that kernels (cuDNN's) allocate at run time.
 
-    ``host``: of everything that lies in the host's memory (offloaded), not counted in the others.
+    ``host``: everything in the host's memory (offloaded), which is not counted in the others.
     """
 
     temp: int
@@ -41,9 +42,9 @@ class ProgramMemory:
 
 @dataclass(frozen=True)
 class Compiled:
-    """``unused``: bytes of arguments that the program does not read; JAX leaves them out of it, so they are not in
-    ``memory``, but on the device they are. ``lower_s``: seconds of tracing and lowering, ``compile_s`` of XLA.
-    ``program``: a `jax.stages.Compiled`."""
+    """A compiled program. ``unused``: the bytes of arguments that the program does not read. JAX leaves them out of the
+    program, so they are not in ``memory``, but they are on the device. ``lower_s``: seconds of tracing and lowering.
+    ``compile_s``: seconds in XLA. ``program``: a `jax.stages.Compiled`."""
 
     memory: ProgramMemory
     unused: int
@@ -54,10 +55,10 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A program compiled for the card as it is, and for the card with memory without end.
+    """A program compiled for the card as it is, and for the same card with unlimited memory.
 
-    The card's memory is a limit for XLA, whose own rematerialisation works against it: near the limit the total stops
-    growing with the batch and means little. An unrolled step of 227.5 GiB came out as 168.7 on a card of 178.
+    XLA takes the card's memory as a limit and rematerialises to stay below it. Near the limit the total stops growing
+    with the batch and means little: an unrolled step of 227.5 GiB came out as 168.7 on a card of 178.
     """
 
     real: Compiled
@@ -71,7 +72,7 @@ class Estimate:
 
 
 def limit_bound(real: int | float, unlimited: int | float) -> bool:
-    """Whether the peaks with and without the card's limit differ by more than 1 in 1000."""
+    """Returns whether the peaks with and without the card's limit differ by more than 1 in 1000."""
     return abs(real - unlimited) > 1e-3 * unlimited
 
 
@@ -85,13 +86,13 @@ def compile_for(
 ) -> Compiled:
     """Compiles ``program`` for a mesh of the card that ``target_config`` describes (`topology.py:target_configs`).
 
-    ``dump_to``: a folder for XLA to write its buffers and its final program into (see `buffers.py`); some 50 MB for a
-    training step. ``options``: XLA's. ``per_node``: GPUs of a node.
+    ``dump_to``: a folder into which XLA writes its buffers and its final program (see `buffers.py`), some 50 MB for a
+    training step. ``options``: XLA's options. ``per_node``: the number of GPUs per node.
     """
     mesh = make_mesh(shape, gpus(target_config, shape.n_devices, per_node))
     start = time.perf_counter()
     with jax.set_mesh(mesh):
-        # Of a sharding on devices that are not here JAX drops the memory kind without a word; here it stays.
+        # JAX silently drops the memory kind of a sharding on devices that are not present; this keeps it.
         function, arguments = program(mesh.abstract_mesh)
         lowered = lower(function, arguments)
     lowered_at = time.perf_counter()
@@ -103,9 +104,9 @@ def compile_for(
 
 
 def lower(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """``function`` (from `jax.jit`) lowered for abstract arguments, under the mesh in force.
+    """Lowers ``function`` (from `jax.jit`) for abstract arguments, under the current mesh.
 
-    That those which lie in host memory do so in what was lowered is checked.
+    Checks that arguments in host memory are in host memory in the lowered program, too.
     """
     lowered = function.lower(*arguments)
     on_host = sum(on_the_host(x) for x in jax.tree.leaves(arguments))
@@ -117,12 +118,12 @@ def lower(function: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def on_the_host(x: Any) -> bool:
-    """Whether an array, or what stands for one, lies in pinned host memory."""
+    """Returns whether an array, or what stands for one, lies in pinned host memory."""
     return getattr(getattr(x, "sharding", None), "memory_kind", None) == "pinned_host"
 
 
 def device_bytes(tree: Any) -> int:
-    """What arrays (or shapes with shardings) take of one device's own memory."""
+    """Returns how many bytes of one device's own memory arrays (or shapes with shardings) take."""
     leaves = [x for x in jax.tree.leaves(tree) if not on_the_host(x)]
     return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
@@ -130,7 +131,8 @@ def device_bytes(tree: Any) -> int:
 def estimate(
     program: Program, shape: MeshShape, target_config: str, dump_to: str = "", options: Options = OPTIONS
 ) -> Estimate:
-    """`compile_for`, for the card as it is (which the dump is of) and without a limit; keeps no compiled program."""
+    """Calls `compile_for` for the card as it is (the dump is of this one) and without a limit, and discards the
+    compiled programs."""
     real = replace(compile_for(program, shape, target_config, dump_to, options), program=None)
     without_limit = with_memory(target_config, UNLIMITED)
     unlimited = replace(compile_for(program, shape, without_limit, options=options), program=None)
@@ -138,7 +140,7 @@ def estimate(
 
 
 def memory_plan(compiled: Any) -> ProgramMemory:
-    """XLA's memory analysis of a `jax.stages.Compiled`, per device."""
+    """Returns XLA's memory analysis of a `jax.stages.Compiled`, per device."""
     m = compiled.memory_analysis()
     host = m.host_temp_size_in_bytes + m.host_argument_size_in_bytes + m.host_output_size_in_bytes
     return ProgramMemory(

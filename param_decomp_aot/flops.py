@@ -1,8 +1,8 @@
-"""Arithmetic of a step, counted from its jaxpr: matrix products times the lengths of the loops around them.
+"""The arithmetic of a step, counted from its jaxpr: matrix products times the lengths of the loops around them.
 
-XLA's own cost analysis counts the body of a loop once, so it says nothing of a scanned step. The jaxpr of a step has
-its backward pass in it, recomputation included (`jax.checkpoint`), and the lengths of its scans. What no output needs
-is left out first, as XLA would.
+XLA's own cost analysis counts the body of a loop once, so it says nothing about a scanned step. The jaxpr of a step
+includes its backward pass, recomputation (`jax.checkpoint`), and the lengths of its scans. Dead code is left out first,
+as XLA does.
 
 Each product is counted in the precision in which an NVIDIA GPU since Ampere multiplies it, which follows from the
 operands' dtype and the ``precision`` that the program asks for. XLA takes TF32 for float32 at default precision and at
@@ -29,17 +29,17 @@ _RUN_ONCE = {
     "jit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
     "custom_vjp_call_jaxpr", "custom_partitioning", "run_state", "mesh_cast", "eval_jaxpr",
 }  # fmt: skip
-"""Primitives that run each jaxpr in their parameters once. Others that have one are reported as unknown."""
+"""Primitives that run each jaxpr in their parameters once. Other primitives with a jaxpr are reported as unknown."""
 
 
 @dataclass(frozen=True)
 class Flops:
     """Floating-point operations of the matrix products of a whole program, summed over all devices.
 
-    ``by_scope``: the same by `jax.named_scope` (and transformation: ``transpose(jvp(…))`` is the backward).
-    ``by_precision``: the same by what a GPU multiplies in; precisions that do not occur are left out.
-    ``unknown``: loops whose number of rounds the jaxpr does not say, and primitives that run a jaxpr in a way not known
-    here; their bodies are counted once, so that ``total`` is a lower bound unless this is empty.
+    ``by_scope``: the same by `jax.named_scope` (and transformation: ``transpose(jvp(…))`` is the backward pass).
+    ``by_precision``: the same by the precision in which a GPU multiplies; precisions that do not occur are left out.
+    ``unknown``: loops whose trip count the jaxpr does not give, and primitives that run a jaxpr in an unknown way.
+    Their bodies are counted once, so ``total`` is a lower bound unless this is empty.
     """
 
     total: int
@@ -51,7 +51,7 @@ class Flops:
 @dataclass
 class _Count:
     products: Counter[tuple[str, Precision]] = field(default_factory=Counter)
-    """By scope and precision."""
+    """FLOPs by scope and precision."""
     unknown: list[str] = field(default_factory=list)
 
     @property
@@ -65,14 +65,14 @@ class _Count:
 
 
 def matmul_flops(program: ClosedJaxpr) -> Flops:
-    """2 · batch · M · N · K of every matrix product and convolution of ``program`` (from `jax.make_jaxpr`), as often as
-    it is run, over all devices.
+    """Returns 2 · batch · M · N · K of every matrix product and convolution of ``program`` (from `jax.make_jaxpr`),
+    times how often it runs, over all devices.
 
-    What counts is what runs: a product that is emulated by three of a narrower dtype (`BF16_BF16_F32_X3`) counts three
-    times. A scan's body counts once a round, a `shard_map`'s once on every device it splits over, of the branches of
-    `jax.lax.platform_dependent` the one for CUDA, and of those of another conditional the largest. cuDNN's attention
-    counts as the products it stands for, with nothing off for a causal mask: 2 forward, 5 backward. What feeds only the
-    dead part of a `while` is counted.
+    Products count as they run: one that is emulated by three of a narrower dtype (`BF16_BF16_F32_X3`) counts three
+    times. The body of a scan counts once per iteration, that of a `shard_map` once per device that it splits over. Of
+    the branches of `jax.lax.platform_dependent` the one for CUDA counts, of other conditionals the largest branch.
+    cuDNN's attention counts as the products it stands for, without a deduction for a causal mask: 2 forward, 5
+    backward. What feeds only the dead part of a `while` is counted.
     """
     count = _count_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), "", constants(program))
     by_scope, by_precision = Counter[str](), Counter[Precision]()
@@ -83,10 +83,11 @@ def matmul_flops(program: ClosedJaxpr) -> Flops:
 
 
 def _count_jaxpr(jaxpr: Jaxpr, used: Sequence[bool], scope: str, known: Known) -> _Count:
-    """``known``: integers that variables of the jaxpr (arguments, constants) are known to be."""
+    """Counts the products of a jaxpr. ``known``: the integers that variables of the jaxpr (arguments, constants) are
+    known to be."""
     arguments = jaxpr.invars
     jaxpr, kept = dce_jaxpr(jaxpr, list(used))
-    # Elimination may rename what it keeps.
+    # Dead code elimination may rename what it keeps.
     renamed = zip((v for v, k in zip(arguments, kept, strict=True) if k), jaxpr.invars, strict=True)
     known = {**known, **{new: known[old] for old, new in renamed if old in known}}
     read = {v for v in jaxpr.outvars if isinstance(v, Var)}
@@ -150,15 +151,15 @@ def _subjaxprs(eqn: JaxprEqn, scope: str, known: Known) -> _Count:
 
 
 def _inside(body: ClosedJaxpr, operands: Sequence[Any], known: Known) -> Known:
-    """What is known inside ``body`` of its constants and of its first arguments, which are these operands."""
+    """Returns what is known inside ``body`` about its constants and its first arguments, which are these operands."""
     return constants(body) | passed(body.jaxpr.invars, operands, known)
 
 
 def _scan_constants(eqn: JaxprEqn) -> int:
-    """How many of a scan's operands, the first ones, are the same in every round.
+    """Returns how many of a scan's first operands are the same in every iteration.
 
-    Told from shapes, since JAX's parameters for it change: what is scanned over has one axis more outside than inside,
-    and so have the stacked results, but not the carry.
+    It is inferred from shapes, because JAX's parameters for it change between versions: scanned operands and stacked
+    results have one more axis outside than inside, the carry does not.
     """
     body = eqn.params["jaxpr"].jaxpr
     scanned = sum(len(_shape(a)) > len(_shape(v)) for a, v in zip(eqn.invars, body.invars, strict=True))
@@ -167,7 +168,7 @@ def _scan_constants(eqn: JaxprEqn) -> int:
 
 
 def _while(eqn: JaxprEqn, used: list[bool], scope: str, known: Known) -> _Count:
-    """Rounds × (body + condition), of the body what the loop's used results need."""
+    """Counts iterations × (body + condition), with only those parts of the body that the loop's used results need."""
     condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
     n_condition_constants, n_body_constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     n_consts = n_condition_constants + n_body_constants
@@ -194,7 +195,8 @@ def _while(eqn: JaxprEqn, used: list[bool], scope: str, known: Known) -> _Count:
 
 
 def _branches(eqn: JaxprEqn) -> Sequence[ClosedJaxpr]:
-    """Those of a conditional that a GPU may run: of `jax.lax.platform_dependent` the one for CUDA, else the default."""
+    """Returns the branches of a conditional that a GPU may run: for `jax.lax.platform_dependent` the one for CUDA, else
+    the default."""
     branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms")
     if platforms is None:
         return branches
@@ -204,7 +206,7 @@ def _branches(eqn: JaxprEqn) -> Sequence[ClosedJaxpr]:
 
 
 def _multiplied_in(eqn: JaxprEqn) -> tuple[Precision, int]:
-    """In which precision a GPU multiplies, and how many products it makes of this one."""
+    """Returns the precision in which a GPU multiplies, and how many products it makes of this one."""
     match eqn.params["precision"]:
         case DotAlgorithmPreset(name=name) if name != "DEFAULT":
             emulated = re.search(r"_X(\d)$", name)
@@ -219,17 +221,18 @@ def _multiplied_in(eqn: JaxprEqn) -> tuple[Precision, int]:
 
 
 _PRESETS: Mapping[str, Precision] = {"TF32": "tf32", "F32": "fp32", "F64": "fp32"}
-"""By the first word of a preset's name, the dtype of the operands; with others they are narrower."""
+"""The precision of the operands, by the first word of a preset's name; other presets have narrower operands."""
 
 
 def _operands(eqn: JaxprEqn) -> Sequence[Any]:
-    """The dtypes of the first two."""
+    """Returns the dtypes of the first two operands."""
     atoms: Sequence[Any] = eqn.invars[:2]
     return [atom.aval.dtype for atom in atoms]
 
 
 def _precision_of(dtypes: Sequence[Any], of_float32: Precision = "tf32") -> Precision:
-    """The wider operand decides. What has 16 bits or fewer counts as bf16, what is wider than float32 as fp32."""
+    """Returns the precision of a product; the wider operand decides. Dtypes of at most 16 bits count as bf16, those
+    wider than float32 as fp32."""
     size = max(dtype.itemsize for dtype in dtypes)
     return "bf16" if size <= 2 else of_float32 if size == 4 else "fp32"
 
@@ -250,7 +253,7 @@ def _convolution(eqn: JaxprEqn) -> int:
 
 
 def _attention_product(eqn: JaxprEqn) -> int:
-    """One of the products of attention, of ``[B, T, heads, d]`` queries with ``[B, S, kv_heads, d]`` keys."""
+    """Counts one of the products of attention, of ``[B, T, heads, d]`` queries with ``[B, S, kv_heads, d]`` keys."""
     B, T, heads, d = _shape(eqn.invars[0])
     return 2 * B * heads * T * _shape(eqn.invars[1])[1] * d
 

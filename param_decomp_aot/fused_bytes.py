@@ -1,11 +1,11 @@
 """Bytes that an operation of a compiled program reads and writes in its device's memory, and in the host's.
 
-The rules. An operation reads its operands whole and writes its result whole, once each, and what a fusion has inside
-stays on the chip. Slices are the exception, alone or inside a fusion: of an operand of which only slices or gathered
-rows are used, only these are read (through casts, copies, reshapes and transpositions in between); where a result is an
-update of an operand in its place, or a scatter into it, only the update is written and of the operand nothing is read.
-Tuples and views of arrays move nothing, nor does the workspace of a library's kernel. Caches do not exist: what a small
-array's second reader finds in L2 counts all the same, so the number is an upper bound of what must move.
+The rules: an operation reads all of its operands and writes all of its result, once each. Values inside a fusion stay
+on the chip. Slices are the exception, alone or inside a fusion. If only slices or gathered rows of an operand are used,
+only these are read (through casts, copies, reshapes and transpositions in between). If a result updates an operand in
+place, or scatters into it, only the update is written, and the operand is not read. Tuples and views of arrays move
+nothing, nor does the workspace of a library's kernel. Caches are ignored: what a small array's second reader finds in
+L2 counts all the same, so the number is an upper bound of what must move.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _LIBRARIES = ("__cublas", "__cudnn", "__cub")
 
 @dataclass(frozen=True)
 class Bytes:
-    """``device``: read or written in the device's memory, ``host``: in the host's."""
+    """Bytes that are read or written, in the device's memory (``device``) and in the host's (``host``)."""
 
     device: int = 0
     host: int = 0
@@ -36,8 +36,8 @@ class Bytes:
 
 
 def bytes_moved(module: Module, inside: Computation, instruction: Instruction) -> Bytes:
-    """What one operation of the computation ``inside`` reads and writes; of what computes nothing by itself (a loop, a
-    call) nothing."""
+    """Returns what one operation of the computation ``inside`` reads and writes; zero for operations that compute
+    nothing by themselves (a loop, a call)."""
     i = instruction
     if i.opcode in _VIEWS or i.opcode.endswith("-done"):
         return Bytes()
@@ -48,14 +48,14 @@ def bytes_moved(module: Module, inside: Computation, instruction: Instruction) -
             (_array_bytes(o, n) for o, n in zip(_sources(inside, i), reads, strict=True)),
             _written(fused, fused.root, i),
         )
-    # By itself: as if it were the only one in a fusion.
+    # An operation by itself is treated as the only one in a fusion.
     alone = Computation({}, i)
     reads = [_part_read(alone, i, n, o) for n, o in enumerate(_sources(inside, i))]
     return sum((_array_bytes(o, n) for o, n in zip(_sources(inside, i), reads, strict=True)), _written(inside, i, i))
 
 
 def multiplies(module: Module, i: Instruction) -> bool:
-    """Whether an operation is a kernel of a matrix product, a convolution or an attention."""
+    """Returns whether an operation is a kernel of a matrix product, a convolution or an attention."""
     match i.opcode:
         case "dot" | "convolution":
             return True
@@ -73,7 +73,7 @@ def _sources(inside: Computation, instruction: Instruction) -> Sequence[Instruct
 
 
 def _array_bytes(array: Instruction, n_elements: int) -> Bytes:
-    """So many elements of an array; of a tuple nothing, its parts are read elsewhere."""
+    """Returns the bytes of ``n_elements`` of an array; zero for a tuple, whose parts are read elsewhere."""
     if len(array.arrays) != 1:
         return Bytes()
     (whole,) = array.arrays
@@ -86,7 +86,7 @@ def _n_elements(instruction: Instruction) -> int:
 
 
 def _read(module: Module, fused: Computation, array: Instruction) -> int:
-    """Elements of ``array`` that a fused computation uses."""
+    """Returns how many elements of ``array`` a fused computation uses."""
     total = 0
     for user in fused.users.get(array.name, ()):
         for n, operand in enumerate(user.operands):
@@ -102,7 +102,7 @@ def _read(module: Module, fused: Computation, array: Instruction) -> int:
 
 
 def _part_read(inside: Computation, user: Instruction, n: int, array: Instruction) -> int:
-    """Elements that one instruction reads of its operand number ``n``."""
+    """Returns how many elements one instruction reads of its operand number ``n``."""
     match user.opcode:
         case "dynamic-slice" | "slice" | "gather" if n == 0:
             return _n_elements(user)
@@ -113,7 +113,7 @@ def _part_read(inside: Computation, user: Instruction, n: int, array: Instructio
 
 
 def _in_place(inside: Computation) -> Mapping[str, Instruction]:
-    """What is a computation's result, or a part of it, but for views."""
+    """Returns the instructions whose value is a computation's result, or a part of it, looking through views."""
     found: dict[str, Instruction] = {}
     pending = [inside.root]
     while pending:
@@ -126,7 +126,8 @@ def _in_place(inside: Computation) -> Mapping[str, Instruction]:
 
 
 def _written(inside: Computation, result: Instruction, outside: Instruction) -> Bytes:
-    """``result``: of a computation, which is ``outside``'s where it is called."""
+    """Returns what a fusion writes. ``result``: the result of its computation. ``outside``: the instruction that calls
+    it."""
     total, on_host = Bytes(), any(a.on_host for a in outside.arrays[:1])
     for i in _in_place(Computation(inside.instructions, result)).values():
         n_bytes = _result(inside, i) if i is outside or _starts_at_parameter(inside, i) else i.n_bytes
@@ -135,12 +136,12 @@ def _written(inside: Computation, result: Instruction, outside: Instruction) -> 
 
 
 def _result(inside: Computation, i: Instruction) -> int:
-    """Bytes written where ``i`` may update an operand in its place."""
+    """Returns the bytes written by ``i``, which may update an operand in place."""
     match i.opcode:
         case "dynamic-update-slice":
             return inside.instructions[i.operands[1]].n_bytes
         case "scatter":
-            # Operands are arrays, indices, and as many updates as arrays.
+            # The operands are arrays, indices, and one update for each array.
             return sum(inside.instructions[name].n_bytes for name in i.operands[len(i.operands) // 2 + 1 :])
         case "copy-start":
             return i.arrays[0].n_bytes
@@ -151,7 +152,8 @@ def _result(inside: Computation, i: Instruction) -> int:
 
 
 def _starts_at_parameter(inside: Computation, i: Instruction) -> bool:
-    """Whether the first operand is, but for views, what a fusion is given: only that can be updated in its place."""
+    """Returns whether the first operand is, apart from views, an argument of the fusion: only that can be updated in
+    place."""
     source = i
     while source.operands and (source is i or source.opcode == "bitcast"):
         source = inside.instructions[source.operands[0]]

@@ -16,7 +16,7 @@ _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 
 
 class Array(NamedTuple):
-    """One array of a shape. ``element_bits``: 0 of a token. ``on_host``: it lies in the host's memory."""
+    """One array of a shape. ``element_bits``: 0 for a token. ``on_host``: whether it lies in the host's memory."""
 
     n_elements: int
     element_bits: int
@@ -30,8 +30,8 @@ class Array(NamedTuple):
 
 @dataclass(frozen=True)
 class Instruction:
-    """``shape``: of its result, as written, a tuple's in parentheses. ``arguments``: what is in the parentheses behind
-    the opcode, ``attributes``: what comes after them."""
+    """An instruction. ``shape``: that of its result, as written; a tuple's is in parentheses. ``arguments``: what is in
+    the parentheses after the opcode. ``attributes``: what follows them."""
 
     name: str
     shape: str
@@ -41,35 +41,36 @@ class Instruction:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of instructions of the same computation."""
+        """The names of its operands, which are instructions of the same computation."""
         return tuple(_NAMED.findall(self.arguments))
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """What its result consists of."""
+        """The arrays of its result."""
         return parse_arrays(self.shape)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the whole result."""
+        """The bytes of the whole result."""
         return sum(a.n_bytes for a in self.arrays)
 
     def called(self, attribute: str) -> tuple[str, ...]:
-        """The computations that an attribute names: ``calls``, ``body``, ``branch_computations``."""
+        """Returns the computations that an attribute names: ``calls``, ``body``, ``branch_computations``."""
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%?[^\s,}}]+)", self.attributes)
         return tuple(name.lstrip("%") for name in re.findall(r"[^\s,{}]+", found[1])) if found else ()
 
 
 @dataclass(frozen=True)
 class Computation:
-    """``instructions``: by name, in order, and ``root`` the one whose result is the computation's."""
+    """A computation. ``instructions``: by name, in order. ``root``: the instruction whose result is the
+    computation's."""
 
     instructions: Mapping[str, Instruction]
     root: Instruction
 
     @cached_property
     def parameters(self) -> Mapping[int, Instruction]:
-        """By number."""
+        """The parameters by number."""
         return {int(i.arguments): i for i in self.instructions.values() if i.opcode == "parameter"}
 
     @cached_property
@@ -92,7 +93,7 @@ class Module:
 
 
 def module(program: str) -> Module:
-    """Raises ValueError where the text has no entry computation."""
+    """Parses a program. Raises ValueError if the text has no entry computation."""
     computations: dict[str, Computation] = {}
     partitions = _PARTITIONS.search(program.partition("\n")[0])
     entry = name = ""
@@ -114,8 +115,8 @@ def module(program: str) -> Module:
 
 
 def _add_part(instructions: dict[str, Instruction], name: str) -> None:
-    """Adds the instruction that ``%x#1`` stands for, unless it is there: so XLA, since JAX 0.11, writes an operand that
-    is part 1 of the tuple ``%x``."""
+    """Adds the instruction that ``%x#1`` stands for, unless it is there. Since JAX 0.11, XLA writes an operand that is
+    part 1 of the tuple ``%x`` in this way."""
     whole, _, number = name.rpartition("#")
     if not whole or name in instructions:
         return
@@ -125,8 +126,8 @@ def _add_part(instructions: dict[str, Instruction], name: str) -> None:
 
 
 def parts_of(shape: str) -> tuple[str, ...]:
-    """The shapes of a tuple's parts: ``f32[8,4]{1,0}`` and ``s8[16]{0}`` of ``(f32[8,4]{1,0}, s8[16]{0})``."""
-    # In a shape, commas have a space behind them only between the parts of a tuple; remarks number every fifth part.
+    """Returns the shapes of a tuple's parts: ``f32[8,4]{1,0}`` and ``s8[16]{0}`` for ``(f32[8,4]{1,0}, s8[16]{0})``."""
+    # In a shape, only commas between the parts of a tuple are followed by a space; comments number every fifth part.
     parts, depth = [""], 0
     for piece in re.split(r"(, |[()])", re.sub(r"/\*.*?\*/", "", shape)[1:-1]):
         depth += {"(": 1, ")": -1}.get(piece, 0)
@@ -138,7 +139,7 @@ def parts_of(shape: str) -> tuple[str, ...]:
 
 
 def parse_arrays(shape: str) -> tuple[Array, ...]:
-    """The arrays of a shape as XLA writes it: ``(f32[8,4]{1,0}, s8[16]{0:S(5)})``."""
+    """Returns the arrays of a shape as XLA writes it: ``(f32[8,4]{1,0}, s8[16]{0:S(5)})``."""
     found = []
     for letters, digits, more, sizes, layout in _ARRAY.findall(shape):
         n_elements = 1
@@ -150,8 +151,9 @@ def parse_arrays(shape: str) -> tuple[Array, ...]:
 
 
 def instruction(name: str, definition: str) -> Instruction:
-    """``definition``: what is written behind ``%name = ``. Raises ValueError where it is not one."""
-    # A tuple's shape is in parentheses, and may have more of them in it; another's has no space.
+    """Parses an instruction. ``definition``: what follows ``%name = ``. Raises ValueError if that does not define
+    one."""
+    # A tuple's shape is in parentheses and may contain others; other shapes have no space.
     end = _closing(definition, 0) + 1 if definition.startswith("(") else definition.find(" ")
     opcode = _OPCODE.match(definition, end)
     if opcode is None:
@@ -161,7 +163,7 @@ def instruction(name: str, definition: str) -> Instruction:
 
 
 def _closing(text: str, at: int) -> int:
-    """Where the parenthesis that opens at ``at`` is closed."""
+    """Returns where the parenthesis that opens at ``at`` is closed."""
     depth = 0
     for found in _PARENTHESIS.finditer(text, at):
         depth += 1 if found[0] == "(" else -1

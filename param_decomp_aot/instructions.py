@@ -6,12 +6,12 @@ from collections import deque
 from param_decomp_aot.hlo import COMPUTATION, INSTRUCTION, instruction
 
 _FAR = 64
-"""Instructions to look through for an origin."""
+"""The most instructions to search for an origin."""
 
 _HEADING = re.compile(r"^[A-Z]\w+$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _MADE_UP = re.compile(r"^[a-z][a-z_-]*(\.\d+)+$")
-"""What XLA calls an operation that it came up with itself: ``broadcast.333``."""
+"""The names that XLA gives to operations of its own: ``broadcast.333``."""
 
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CALLED = re.compile(r"(?:calls|to_apply)=%?([^\s,}]+)")
@@ -28,7 +28,7 @@ class Instructions:
     """The instructions of a program (HLO as XLA dumps it), by name."""
 
     def __init__(self, program: str) -> None:
-        """Raises ValueError where the text has no instruction in it."""
+        """Parses a program. Raises ValueError if the text has no instruction."""
         self._definition: dict[str, str] = {}
         self._root_of: dict[str, str] = {}
         self._arguments: set[str] = set()
@@ -54,19 +54,19 @@ class Instructions:
             raise ValueError("not the text of a program: no instruction in it")
 
     def is_argument(self, name: str) -> bool:
-        """Whether an instruction is an argument of the whole program."""
+        """Returns whether an instruction is an argument of the whole program."""
         return name in self._arguments
 
     def opcode(self, name: str) -> str | None:
-        """What an instruction does (``fusion``, ``while``), None where the program has no such instruction."""
+        """Returns what an instruction does (``fusion``, ``while``); None if the program has no such instruction."""
         found = _OPCODE.search(self._definition.get(name, ""))
         return None if found is None else found[1]
 
     def origin(self, name: str) -> tuple[str, str]:
-        """Scope and source line of an instruction, empty where nothing is known; an argument's scope is its name.
+        """Returns the scope and the source line of an instruction, empty if unknown. An argument's scope is its name.
 
-        What the compiler put in without saying why (a copy, a collective's start, gradients laid end to end for one
-        all-reduce) has the origin of the nearest thing that it calls or reads.
+        Instructions that the compiler inserted without metadata (a copy, a collective's start, gradients concatenated
+        for one all-reduce) get the origin of the nearest instruction that they call or read.
         """
         if name not in self._origin:
             self._origin[name] = self._find_origin(name)
@@ -83,7 +83,7 @@ class Instructions:
             called = [self._root_of[c] for c in _CALLED.findall(definition) if c in self._root_of]
             # What follows the operands (a loop's body, control dependencies) is not an origin.
             read = instruction(looked_at, definition).operands if definition else ()
-            # Of a part of a tuple, %x#1, the tuple.
+            # For a part of a tuple, %x#1, this is the tuple.
             for other in (*called, *(operand.partition("#")[0] for operand in read)):
                 if other not in seen:
                     seen.add(other)

@@ -13,10 +13,10 @@ _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 
 
 def trips(module: Module, inside: Computation, loop: Instruction) -> int | None:
-    """Rounds of ``loop``, an instruction of the computation ``inside``, or None where they depend on data.
+    """Returns the trip count of ``loop``, an instruction of the computation ``inside``; None if it depends on data.
 
-    XLA mostly notes the number. Where it does not, recognised is one comparison of a carry, which starts at a constant
-    and moves by a constant, with a constant bound.
+    XLA usually notes the number. If it does not, one form is recognised: a comparison with a constant bound, of a carry
+    that starts at a constant and moves by a constant.
     """
     if noted := _KNOWN.search(loop.attributes):
         return int(noted[1])
@@ -51,7 +51,7 @@ class _Origin:
 
     @property
     def carried(self) -> int | None:
-        """Its number in what the loop carries, if it is read from there."""
+        """Its position in what the loop carries, if it is read from there."""
         index = _INDEX.search(self.instruction.attributes)
         if self.instruction.opcode != "get-tuple-element" or index is None or self.within.caller is not None:
             return None
@@ -60,10 +60,10 @@ class _Origin:
 
 
 class _Trace:
-    """Follows values back to where they are made, out of and into fusions."""
+    """Follows values back to where they are computed, out of and into fusions."""
 
     def __init__(self, module: Module, computation: Computation, caller: _Origin | None = None) -> None:
-        """``caller``: the fusion that the computation is of."""
+        """Starts a trace. ``caller``: the fusion whose computation this is."""
         self.module, self.computation, self.caller = module, computation, caller
 
     def follow(self, instruction: Instruction) -> _Origin:
@@ -88,7 +88,7 @@ def _start(module: Module, inside: Computation, loop: Instruction, position: int
 
 
 def _step(module: Module, body: Computation, position: int) -> int | None:
-    """By how much a round moves the carry, if by a fixed integer."""
+    """Returns by how much an iteration moves the carry; None if not by a fixed integer."""
     if body.root.opcode != "tuple":
         return None
     moved = _Trace(module, body).follow(body.instructions[body.root.operands[position]])

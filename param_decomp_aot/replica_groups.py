@@ -19,13 +19,14 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def replica_groups(attributes: str, n_devices: int) -> Groups:
-    """The devices of each group, in the order of the program's devices; one group of all where none is named.
+    """Returns the devices of each group, in the order of the program's devices. If no group is named, all devices are
+    one group.
 
-    XLA has three ways of writing it: ``{{0,1},{2,3}}``; ``[2,2]<=[4]`` or ``[2,2]<=[2,2]T(1,0)``, the numbers from 0
-    in an array, transposed, cut into rows; ``mesh['a'=2,'b'=2] {'b'}``, along axes of a mesh or parts of axes
-    (``'b':(2)4`` is the factor 4 that comes after a factor 2), the last of them innermost, of a mesh whose devices,
-    where they are not in order, are named as ``device_ids=([4,2]T(1,0))``, the numbers from 0 in an array, transposed.
-    Raises ValueError at another.
+    XLA has three notations. ``{{0,1},{2,3}}`` lists the groups. ``[2,2]<=[4]`` or ``[2,2]<=[2,2]T(1,0)`` arranges the
+    numbers from 0 in an array, transposes it, and cuts it into rows. ``mesh['a'=2,'b'=2] {'b'}`` names axes of a mesh
+    or parts of axes (``'b':(2)4`` is the factor 4 that comes after a factor 2), the last of them innermost. The devices
+    of such a mesh, if they are not in order, are given as ``device_ids=([4,2]T(1,0))``, the numbers from 0 in an array,
+    transposed. Raises ValueError for any other notation.
     """
     found = _GROUPS.search(attributes)
     if found is None:
@@ -41,7 +42,7 @@ def replica_groups(attributes: str, n_devices: int) -> Groups:
 
 
 def source_target_pairs(attributes: str) -> Groups:
-    """Who sends to whom in a permutation; empty if nothing is said."""
+    """Returns who sends to whom in a permutation; empty if not given."""
     found = _PAIRS.search(attributes)
     return _listed(found[1]) if found else ()
 
@@ -54,7 +55,7 @@ def _along(mesh: re.Match[str]) -> Groups:
     sizes = {name: int(size) for name, size in _AXIS.findall(mesh[1])}
     ids = _ids(mesh[2] or "", int(np.prod(list(sizes.values()))))
     parts = [(name, int(before or 1), int(part or sizes[name])) for name, before, part in _PART.findall(mesh[3])]
-    # Every axis as its factors: those that are meant, and what is before, between and after them.
+    # Splits every axis into factors: the named ones, and those before, between and after them.
     shape: list[int] = []
     position: dict[tuple[str, int], int] = {}
     for name, size in sizes.items():
@@ -70,7 +71,7 @@ def _along(mesh: re.Match[str]) -> Groups:
 
 
 def _ids(written: str, n: int) -> _Ids:
-    """A mesh's devices; where it does not name them, in order."""
+    """Returns a mesh's devices, in order if it does not name them."""
     if not written:
         return np.arange(n)
     if iota := _IDS.fullmatch(written):
@@ -81,7 +82,7 @@ def _ids(written: str, n: int) -> _Ids:
 
 
 def _iota(shape: str, order: str | None) -> _Ids:
-    """The numbers from 0 in an array of this shape, its axes put into this order, flat."""
+    """Returns the numbers from 0 in an array of this shape, with its axes put into this order, flattened."""
     sizes = _numbers(shape)
     numbers = np.arange(int(np.prod(sizes))).reshape(sizes)
     return (numbers.transpose(_numbers(order)) if order else numbers).ravel()

@@ -1,22 +1,22 @@
-"""A step's time on a given card, from what it computes and moves, and the resource that limits it.
+"""The time of a step on a given card, from what it computes and moves, and the resource that limits it.
 
 A card has two sets of rates. Those of the vendor's data sheet are for products of dense matrices (without sparsity) at
 boost clock; no program reaches them. Those that a card *reaches* are an H200's, measured on 2026-11-26
-(docs/measurements/gpu.md): bf16 by a product of two large matrices, the memory by a copy, fp32 by solving for it in
-three measured steps, which agree on it to 1 %. TF32 is taken as half the rate of bf16. Other cards are taken to reach
+(docs/measurements/gpu.md): bf16 with a product of two large matrices, the memory with a copy, and fp32 by solving for
+it in three measured steps, which agree to 1 %. TF32 is taken as half the rate of bf16. Other cards are assumed to reach
 the same shares of their data sheets; the column ``reached`` says which is which. Links have the data sheet's rate in
-both sets, NVLink in one direction. Between nodes each GPU is taken to have a network card of its own, of 400 Gb/s (NDR)
-beside B200, H200 and H100, of 200 Gb/s beside the others.
+both sets, NVLink in one direction. Each GPU is assumed to have its own network card between nodes: 400 Gb/s (NDR) for
+B200, H200 and H100, 200 Gb/s for the others.
 
-A step's time is the sum of its parts, one done after the other, with one exception: a matrix product reads and writes
-while it multiplies, so all products together take their arithmetic or their memory traffic, whichever is longer.
+A step's time is the sum of the times of its parts, with one exception: a matrix product reads and writes while it
+multiplies, so all products together take as long as their arithmetic or their memory traffic, whichever is longer.
 
 A collective operation takes its latency and its bytes at the link's rate, so small messages are slow. Hops are those of
 NCCL's own cost model for a ring under its `Simple` protocol (3.4 µs over NVLink, 14 µs over the network; NCCL 2.2x,
-src/graph/tuning.cc). The start is chosen so that 8 GPUs of a node come to what others measured on B200s under NCCL:
-1 MB going at 23 GB/s, 64 MB at 580 GB/s, which is 40 µs on top of the link's 900 GB/s. For messages of a few KB, NCCL
-has faster protocols: for those it is a guess from above. `experiments/gpu_day` measures all of it where there are
-several cards; nobody has yet.
+src/graph/tuning.cc). The start is chosen so that 8 GPUs of a node match what others measured on B200s under NCCL: 23
+GB/s for 1 MB and 580 GB/s for 64 MB, which is 40 µs on top of the link's 900 GB/s. NCCL has faster protocols for
+messages of a few KB, for which this is an upper guess. `experiments/gpu_day` measures all of it on several cards; this
+has not been done yet.
 """
 
 import csv
@@ -25,17 +25,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Precision = Literal["bf16", "tf32", "fp32"]
-"""In which matrices are multiplied: ``tf32`` of float32 arrays at JAX's default precision, ``fp32`` at the highest.
-``bf16`` stands for float16 and what is narrower, too, ``fp32`` for float64."""
+"""The precision in which matrices are multiplied: ``tf32`` for float32 arrays at JAX's default precision, ``fp32`` at
+the highest. ``bf16`` includes float16 and narrower dtypes, ``fp32`` includes float64."""
 
 Bound = Literal["arithmetic", "memory", "node links", "network"]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of one GPU. ``…_flops``: FLOP/s of matrix products; ``memory``: bytes/s; ``node_link``: bytes/s to the
-    other GPUs of its node, in one direction (NVLink, or the PCIe bus where there is none); ``network``: bytes/s to
-    other nodes, in one direction. ``source``: where they come from, in words."""
+    """The rates of one GPU. ``…_flops``: FLOP/s of matrix products. ``memory``: bytes/s. ``node_link``: bytes/s to the
+    other GPUs of its node, in one direction (NVLink, or the PCIe bus without NVLink). ``network``: bytes/s to other
+    nodes, in one direction. ``source``: where the rates come from, in words."""
 
     bf16_flops: float
     tf32_flops: float
@@ -46,15 +46,16 @@ class Rates:
     source: str = "data sheet"
 
     def flops(self, precision: Precision) -> float:
-        """FLOP/s of matrix products."""
+        """Returns FLOP/s of matrix products."""
         return {"bf16": self.bf16_flops, "tf32": self.tf32_flops, "fp32": self.fp32_flops}[precision]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one GPU does in a step. ``flops``: of its matrix products, by precision. The rest in bytes: ``memory`` read
-    and written, of which ``products`` by matrix products, ``within`` sent to GPUs of its node, ``across`` sent to other
-    nodes (see `traffic.py`). ``latency``: seconds that its collective operations take beside their bytes."""
+    """What one GPU does in a step. ``flops``: those of its matrix products, by precision. In bytes: ``memory``: read
+    and written; ``products``: the part of ``memory`` for matrix products; ``within``: sent to GPUs of its node;
+    ``across``: sent to other nodes (see `traffic.py`). ``latency``: the seconds that its collective operations take in
+    addition to their bytes."""
 
     flops: Mapping[Precision, float | int]
     memory: float | int
@@ -66,22 +67,24 @@ class Work:
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds that a collective operation takes beside its bytes. ``start``: once; ``node_hop`` and ``network_hop``:
-    for each device that a message passes on its way round the ring, within a node and between nodes."""
+    """The seconds that a collective operation takes in addition to its bytes. ``start``: once per operation.
+    ``node_hop``, ``network_hop``: for each device that a message passes on its way round the ring, within a node and
+    between nodes."""
 
     start: float
     node_hop: float
     network_hop: float
 
     def of(self, count: int, node_hops: int, network_hops: int) -> float:
-        """Seconds of ``count`` operations with so many hops altogether."""
+        """Returns the seconds of ``count`` operations with these total numbers of hops."""
         return count * self.start + node_hops * self.node_hop + network_hops * self.network_hop
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds that each resource is busy. ``multiplying``: by the precision of the products; ``memory``: with all that
-    is read and written, of which ``products`` by matrix products; ``latency``: of all collectives together."""
+    """The seconds that each resource is busy. ``multiplying``: by the precision of the products. ``memory``: with
+    everything that is read and written. ``products``: the part of ``memory`` for matrix products. ``latency``: that of
+    all collectives together."""
 
     multiplying: Mapping[Precision, float]
     memory: float
@@ -92,17 +95,17 @@ class Roofline:
 
     @property
     def arithmetic(self) -> float:
-        """Seconds of all matrix products."""
+        """The seconds of all matrix products."""
         return sum(self.multiplying.values(), 0.0)
 
     @property
     def waiting_for_memory(self) -> float:
-        """By how many seconds the memory traffic of all matrix products is longer than their arithmetic, if at all."""
+        """The seconds by which the memory traffic of all matrix products exceeds their arithmetic, if at all."""
         return max(0.0, self.products - self.arithmetic)
 
     @property
     def terms(self) -> Mapping[Bound, float]:
-        """What each resource adds to `one_by_one`. Matrix products read and write while they multiply."""
+        """The seconds that each resource adds to `one_by_one`. Matrix products read and write while they multiply."""
         return {
             "arithmetic": self.arithmetic,
             "memory": self.memory - self.products + self.waiting_for_memory,
@@ -112,12 +115,12 @@ class Roofline:
 
     @property
     def one_by_one(self) -> float:
-        """Seconds if nothing else overlaps: what a step is predicted to take."""
+        """The seconds if nothing else overlaps: what a step is predicted to take."""
         return sum(self.terms.values()) + self.latency
 
     @property
     def least(self) -> float:
-        """Seconds if all resources are busy at the same time."""
+        """The seconds if all resources are busy at the same time."""
         return max(self._busy.values())
 
     @property
@@ -131,7 +134,7 @@ class Roofline:
 
 
 def roofline(work: Work, rates: Rates) -> Roofline:
-    """The times of one GPU's work."""
+    """Returns the times of one GPU's work."""
     return Roofline(
         multiplying={precision: flops / rates.flops(precision) for precision, flops in work.flops.items()},
         memory=work.memory / rates.memory,
@@ -143,7 +146,7 @@ def roofline(work: Work, rates: Rates) -> Roofline:
 
 
 def card_rates(table: str) -> Mapping[str, Rates]:
-    """The data sheet's rates of every card of a table like ``gpus/cards.csv``, by name."""
+    """Returns the data sheet's rates of every card in a table like ``gpus/cards.csv``, by name."""
     return {
         card["name"]: Rates(
             bf16_flops=float(card["bf16_flops"]),
@@ -158,7 +161,7 @@ def card_rates(table: str) -> Mapping[str, Rates]:
 
 
 def reached_rates(table: str) -> Mapping[str, Rates]:
-    """The rates that every card of such a table reaches in products and in its memory, by name."""
+    """Returns the rates that every card in such a table reaches in products and in its memory, by name."""
     promised = card_rates(table)
     return {
         card["name"]: replace(
@@ -174,7 +177,7 @@ def reached_rates(table: str) -> Mapping[str, Rates]:
 
 
 def latencies(table: str) -> Mapping[str, Latency]:
-    """The latencies of a table like ``gpus/collectives.csv``, by kind of operation."""
+    """Returns the latencies in a table like ``gpus/collectives.csv``, by kind of operation."""
     return {
         row["kind"]: Latency(float(row["start_s"]), float(row["node_hop_s"]), float(row["network_hop_s"]))
         for row in csv.DictReader(table.splitlines())

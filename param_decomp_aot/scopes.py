@@ -6,12 +6,12 @@ _BEFORE_PACKAGE = re.compile(r"^.*/(?:site-packages/|(?=param_decomp_(?:jax|lab)
 
 
 def from_package(source: str) -> str:
-    """A source line without the folders that its package lies in on this machine."""
+    """Returns a source line without the folders of this machine that contain its package."""
     return _BEFORE_PACKAGE.sub("", source)
 
 
 _CALLED = ("jit(", "branch_")
-"""What begins so says how something is called, not what it is."""
+"""Prefixes of parts that say how something is called, not what it is."""
 
 _PASSED = {
     "", "while", "body", "cond", "closed_call", "checkpoint", "remat", "rematted_computation", "custom_vjp_call",
@@ -20,11 +20,11 @@ _PASSED = {
 
 
 def stage(scope: str, depth: int = 2) -> str:
-    """The first ``depth`` named scopes of an origin (`Instructions.origin`), and which pass it is of.
+    """Returns the first ``depth`` named scopes of an origin (`Instructions.origin`), and the pass to which it belongs.
 
-    ``jit(step)/transpose(jvp(layers))/while/body/closed_call/checkpoint/rematted_computation/up_proj/dot_general`` is
-    ``layers/up_proj, recomputed``. Of an argument it is the first two parts of its name: ``state.components``. Of what
-    has no name the pass alone is said, of what has neither the function.
+    ``jit(step)/transpose(jvp(layers))/while/body/closed_call/checkpoint/rematted_computation/up_proj/dot_general``
+    becomes ``layers/up_proj, recomputed``. An argument becomes the first two parts of its name: ``state.components``.
+    Without a named scope the result is the pass alone, and without either the function.
     """
     parts = _parts(scope)
     if len(parts) == 1 and "(" not in scope and scope not in _PASSED:
@@ -34,8 +34,8 @@ def stage(scope: str, depth: int = 2) -> str:
 
 
 def scopes_and_pass(scope: str) -> tuple[tuple[str, ...], str]:
-    """All named scopes of an instruction's origin, outermost first, and ``forward``, ``recomputed``, ``backward`` or,
-    where nothing is differentiated, an empty string."""
+    """Returns all named scopes of an instruction's origin, outermost first, and ``forward``, ``recomputed``,
+    ``backward`` or, if nothing is differentiated, an empty string."""
     parts = _parts(scope)
     function = _function(parts)
     # The last part of a path is the operation.
@@ -59,7 +59,7 @@ def _function(parts: list[str]) -> str:
 
 
 def _parts(scope: str) -> list[str]:
-    """Cut at the slashes, but for those within parentheses."""
+    """Splits a scope at the slashes outside of parentheses."""
     parts, open_, start = [], 0, 0
     for i, character in enumerate(scope):
         open_ += {"(": 1, ")": -1}.get(character, 0)
@@ -70,7 +70,7 @@ def _parts(scope: str) -> list[str]:
 
 
 def _unwrapped(part: str, *more: str) -> str:
-    """``transpose(jvp(layers))`` is ``layers``."""
+    """Returns the innermost name: ``layers`` for ``transpose(jvp(layers))``."""
     for wrapper in ("transpose", "jvp", "vmap", *more):
         if part.startswith(f"{wrapper}(") and part.endswith(")"):
             return _unwrapped(part[len(wrapper) + 1 : -1], *more)

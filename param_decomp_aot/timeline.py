@@ -1,6 +1,6 @@
 """The memory of a compiled program over time: what is alive at each instruction of its schedule.
 
-The schedule has the body of a loop once: along it lie the kinds of moments of a program, not its duration.
+The schedule has the body of a loop once, so it shows the stages of a program, not its duration.
 """
 
 from collections import Counter
@@ -15,15 +15,15 @@ from param_decomp_aot.buffers import Buffer, BufferSpan, BufferTimeline
 from param_decomp_aot.scopes import stage
 
 REST = "everything else"
-"""Name of the band of what is in no other."""
+"""The name of the band for everything that is in no other."""
 
 
 @dataclass(frozen=True)
 class Timeline:
     """Bytes on one device at each of ``n`` instructions, in the order in which they run.
 
-    ``live``: in temporary buffers. ``base``: in arguments, results and constants, all the time. ``temp``: set aside for
-    temporaries, buffers and the gaps between them. ``spans``: largest first. ``schedule``: scopes of the instructions.
+    ``live``: in temporary buffers. ``base``: in arguments, results and constants, all the time. ``temp``: reserved for
+    temporaries, including the gaps between buffers. ``spans``: largest first. ``schedule``: scopes of the instructions.
     """
 
     live: Int[np.ndarray, " n"]
@@ -34,21 +34,21 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """Number of the first instruction at which most is alive."""
+        """The number of the first instruction at which the most bytes are alive."""
         return int(self.live.argmax()) if self.live.size else 0
 
     @property
     def planned(self) -> int:
-        """Bytes that XLA sets aside, see `BufferTimeline.planned`."""
+        """The bytes that XLA reserves (see `BufferTimeline.planned`)."""
         return self.base + self.temp
 
     def at(self, moment: int) -> tuple[BufferSpan, ...]:
-        """The temporary buffers at an instruction, largest first."""
+        """Returns the temporary buffers at an instruction, largest first."""
         return tuple(s for s in self.spans if s.first <= moment <= s.last)
 
 
 def timeline(ledger: BufferTimeline) -> Timeline:
-    """From what `buffers.py:ledger` reads in the texts of a dump."""
+    """Returns the timeline of what `buffers.py:ledger` reads from a dump."""
     n = max([len(ledger.schedule), *(s.last + 1 for s in ledger.spans)])
     spans = tuple(sorted(ledger.spans, key=lambda s: (-s.buffer.n_bytes, s.first)))
     schedule = ledger.schedule + ("",) * (n - len(ledger.schedule))
@@ -58,16 +58,17 @@ def timeline(ledger: BufferTimeline) -> Timeline:
 def bands(
     timeline: Timeline, n_bands: int = 10, group: Callable[[Buffer], str] = lambda buffer: stage(buffer.scope)
 ) -> Mapping[str, Int[np.ndarray, " n"]]:
-    """The temporaries by group of their buffers: bytes at each instruction. They add up to ``timeline.live``.
+    """Returns bytes at each instruction, by group of temporary buffers. They add up to ``timeline.live``.
 
-    The ``n_bands`` groups that hold most at some moment where nearly the most is alive, or most at all, largest at the
-    peak first; the last band is `REST`.
+    The bands are the ``n_bands`` groups that hold the most at some moment, where moments count more the closer they are
+    to the peak. They are ordered by their size at the peak. The last band is `REST`.
     """
     groups: dict[str, list[BufferSpan]] = {}
     for span in timeline.spans:
         groups.setdefault(group(span.buffer) or REST, []).append(span)
     curves = {name: _live(tuple(spans), timeline.live.size) for name, spans in groups.items() if name != REST}
-    # What is large only where little is alive matters less: a byte weighs as the moment is near the peak.
+    # Groups that are large only while little is alive matter less, so bytes are weighted by the square of how full
+    # memory is.
     weight = (timeline.live / max(1, timeline.live.max(initial=0))) ** 2
     chosen = sorted(curves, key=lambda name: -float((curves[name] * weight).max(initial=0.0)))[:n_bands]
     ordered = sorted(chosen, key=lambda name: -int(curves[name][timeline.peak]))
@@ -77,19 +78,19 @@ def bands(
 
 
 def moments(timeline: Timeline, n_moments: int) -> Int[np.ndarray, " moments"]:
-    """At most ``n_moments`` instructions that stand for all, in order: of each stretch the one where most is alive, so
-    that no maximum is lost."""
+    """Returns at most ``n_moments`` instructions that stand for all, in order. From each stretch it takes the one at
+    which the most is alive, so that maxima are kept."""
     n = timeline.live.size
     edges = np.linspace(0, n, min(n, n_moments) + 1).astype(int)
     return np.array([a + timeline.live[a:b].argmax() for a, b in pairwise(edges)], dtype=int)
 
 
 def phases(timeline: Timeline, n_windows: int = 60) -> tuple[tuple[int, int, str], ...]:
-    """What the program is at, in words: first and last instruction and `stage` of each stretch of the schedule.
+    """Returns what the program does, in words: first and last instruction and `stage` of each stretch of the schedule.
 
-    The schedule mixes what does not depend on each other, so it is looked at in ``n_windows`` windows, each named by
-    most of its instructions. What is recomputed is part of the backward pass, and of what takes less than three windows
-    only the pass is said.
+    The schedule interleaves independent instructions, so it is divided into ``n_windows`` windows, each named after
+    most of its instructions. Recomputation is part of the backward pass. Stretches of less than three windows are named
+    by their pass alone.
     """
     names = [stage(scope, 1).replace("recomputed", "backward") for scope in timeline.schedule]
     edges = np.linspace(0, len(names), min(len(names), n_windows) + 1).astype(int)
@@ -103,7 +104,7 @@ def phases(timeline: Timeline, n_windows: int = 60) -> tuple[tuple[int, int, str
 
 
 def _joined(stretches: Sequence[tuple[int, int, str]]) -> tuple[tuple[int, int, str], ...]:
-    """Neighbours of one name as one; what has none belongs to what comes before."""
+    """Joins neighbouring stretches of one name; a stretch without a name joins the one before it."""
     found: list[tuple[int, int, str]] = []
     for first, last, name in stretches:
         if found and name in ("", found[-1][2]):
@@ -114,8 +115,8 @@ def _joined(stretches: Sequence[tuple[int, int, str]]) -> tuple[tuple[int, int, 
 
 
 def arguments_by_group(ledger: BufferTimeline) -> Mapping[str, int]:
-    """Bytes on the device of what is there from beginning to end: arguments by the first part of their names, results
-    that have no argument's place, constants. Largest first."""
+    """Returns the bytes on the device of what exists from beginning to end, largest first: arguments by the first part
+    of their names, results that do not reuse an argument's memory, and constants."""
     sums: Counter[str] = Counter()
     for buffer in ledger.fixed:
         if buffer.role != "host":

@@ -1,4 +1,5 @@
-"""Descriptions of GPUs that are not present, and abstract devices of a cluster of them to compile for."""
+"""Descriptions of GPUs that are not present, and abstract devices of a cluster of them, for which programs are
+compiled."""
 
 import csv
 import re
@@ -9,11 +10,11 @@ import jax
 from jax.experimental import topologies
 
 UNLIMITED = 1000 * 2**30
-"""Bytes of memory at which XLA works against no limit (see `compile.py:Estimate`)."""
+"""Bytes of memory at which XLA meets no limit (see `compile.py:Estimate`)."""
 
 _MEMORY = re.compile(r"(?<=device_memory_size: )\d+")
 
-# What every card since Ampere has in common comes first. CUDA 13.0 with cuDNN 9.10 is what JAX 0.10.2 is built for.
+# These lines are common to all cards since Ampere. JAX 0.10.2 is built for CUDA 13.0 with cuDNN 9.10.
 _DESCRIPTION = """\
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -56,7 +57,8 @@ device_description_str: "{description}"
 
 
 def target_configs(table: str) -> dict[str, str]:
-    """XLA's description (`GpuTargetConfigProto` as text) of every card of a table like ``gpus/cards.csv``, by name."""
+    """Returns XLA's description (`GpuTargetConfigProto` as text) of every card in a table like ``gpus/cards.csv``, by
+    name."""
 
     def describe(card: dict[str, str]) -> str:
         major, minor = card["compute_capability"].split(".")
@@ -73,7 +75,7 @@ def target_configs(table: str) -> dict[str, str]:
 
 
 def card_memory(target_config: str) -> int:
-    """Bytes of memory of the card described."""
+    """Returns the bytes of memory of the card described."""
     found = _MEMORY.search(target_config)
     if found is None:
         raise ValueError("the description of the GPU has no `device_memory_size: <bytes>`")
@@ -81,7 +83,7 @@ def card_memory(target_config: str) -> int:
 
 
 def with_memory(target_config: str, n_bytes: int) -> str:
-    """The same card with another amount of memory. XLA takes the amount for a limit to work against."""
+    """Returns the same card with another amount of memory, which XLA takes as a limit."""
     card_memory(target_config)
     return _MEMORY.sub(str(n_bytes), target_config)
 
@@ -91,9 +93,9 @@ class MissingPlugin(RuntimeError):
 
 
 def gpus(target_config: str, n_gpus: int, per_node: int = 8) -> Sequence[Any]:
-    """``n_gpus`` devices to compile for, ``per_node`` to a node, none of which exists.
+    """Returns ``n_gpus`` abstract devices to compile for, ``per_node`` to a node.
 
-    Raises MissingPlugin where JAX's CUDA plugin is missing, RuntimeError where JAX is not told to run on the CPU,
+    Raises MissingPlugin if JAX's CUDA plugin is missing, RuntimeError if JAX is not told to run on the CPU, and
     ValueError for GPUs that do not fill whole nodes.
     """
     if jax.config.values["jax_platforms"] != "cpu":

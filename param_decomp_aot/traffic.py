@@ -1,14 +1,14 @@
 """Bytes that a compiled program moves, counted from its text: in a device's memory, and between devices.
 
-A loop's body counts as often as it is run, of a conditional's branches the one that moves most, and an operation that
-is started and awaited once. For what an operation moves in memory see `fused_bytes.py`; a collective operation reads
-its operands there and writes its results.
+A loop's body counts as often as it runs, a conditional as the branch that moves the most, and an asynchronous operation
+(start and done) once. For what an operation moves in memory see `fused_bytes.py`; a collective operation reads its
+operands there and writes its results.
 
-Between devices a collective goes round the ring of its group of n devices, in the order in which they lie in nodes.
-With S bytes per device (of an all-gather the result, else the operand) each device sends (n−1)/n · S, twice that for
-an all-reduce, and S for a permutation. Where a group spans nodes, with k of its devices in a node, these k share the
-ring's one way out of the node: each of them sends 1/k of that over the network (with as many network cards as GPUs),
-and nothing over the node's own links if it is alone there.
+Between devices, a collective goes round the ring of its group of n devices, ordered by node. With S bytes per device
+(the result of an all-gather, else the operand), each device sends (n−1)/n · S, twice that for an all-reduce, and S for
+a permutation. If a group spans nodes, with k of its devices in a node, these k share the ring's one way out of the
+node: each of them sends 1/k of that over the network (with one network card per GPU). A device that is alone in its
+node sends nothing over the node's own links.
 """
 
 from collections import Counter
@@ -27,8 +27,8 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective operation. ``payload``: S above, in bytes. ``group``: n, ``in_node``: k, of the group that has
-    fewest in a node. ``shape``: of the operands, the local parts."""
+    """One collective operation. ``payload``: S above, in bytes. ``group``: n. ``in_node``: k, for the group with the
+    fewest devices in a node. ``shape``: that of the operands' local parts."""
 
     kind: str
     payload: int
@@ -45,7 +45,7 @@ class Collective:
 
     @property
     def ring(self) -> int:
-        """Bytes that each device sends to the next."""
+        """The bytes that each device sends to the next."""
         if self.group < 2:
             return 0
         if self.kind == "collective-permute":
@@ -54,14 +54,14 @@ class Collective:
 
     @property
     def hops(self) -> int:
-        """Devices that a message passes one after the other."""
+        """The number of devices that a message passes in sequence."""
         if self.group < 2 or self.kind == "collective-permute":
             return min(self.group - 1, 1)
         return (2 if self.kind == "all-reduce" else 1) * (self.group - 1)
 
     @property
     def network_hops(self) -> int:
-        """Those of them that lead to another node."""
+        """The number of these hops that lead to another node."""
         if not self.crosses:
             return 0
         nodes = -(-self.group // self.in_node)
@@ -69,19 +69,19 @@ class Collective:
 
     @property
     def within(self) -> int:
-        """Bytes that each device sends over the links of its node."""
+        """The bytes that each device sends over the links of its node."""
         return self.ring if self.in_node > 1 else 0
 
     @property
     def across(self) -> int:
-        """Bytes that each device sends over the network between nodes."""
+        """The bytes that each device sends over the network between nodes."""
         return self.ring // self.in_node if self.crosses else 0
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum of several collective operations. ``count``: how often one is run; ``payload``, ``within``, ``across``:
-    bytes per device; ``node_hops``, ``network_hops``: see `Collective.hops`."""
+    """The sum of several collective operations. ``count``: the number of runs. ``payload``, ``within``, ``across``:
+    bytes per device. ``node_hops``, ``network_hops``: see `Collective.hops`."""
 
     count: int = 0
     payload: int = 0
@@ -95,10 +95,10 @@ class Sum:
 class Traffic:
     """What one run of a program moves, per device, in bytes.
 
-    ``memory``: read and written in its memory, by scope (`Instructions.origin`); ``products``: what kernels of matrix
-    products have of that, all together. ``host``: in the host's.
-    ``collectives``: each with how often it is run. ``unknown``: what could not be told and is counted as if it were run
-    once, or among all devices.
+    ``memory``: read and written in the device's memory, by scope (`Instructions.origin`). ``products``: the part of
+    that for kernels of matrix products, in total. ``host``: read and written in the host's memory. ``collectives``:
+    each with the number of its runs. ``unknown``: operations that could not be resolved, counted as if they ran once,
+    or among all devices.
     """
 
     memory: Mapping[str, int]
@@ -109,21 +109,21 @@ class Traffic:
 
     @property
     def hbm(self) -> int:
-        """Bytes read and written in the device's memory."""
+        """The bytes read and written in the device's memory."""
         return sum(self.memory.values())
 
     @property
     def within(self) -> int:
-        """Bytes over the links of a node."""
+        """The bytes sent over the links of a node."""
         return sum(n * c.within for c, n in self.collectives.items())
 
     @property
     def across(self) -> int:
-        """Bytes over the network between nodes."""
+        """The bytes sent over the network between nodes."""
         return sum(n * c.across for c, n in self.collectives.items())
 
     def by_kind(self) -> Mapping[tuple[str, bool], Sum]:
-        """Collectives by kind and by whether they need the network, what sends most first."""
+        """The collectives by kind and by whether they need the network, those that send the most first."""
         sums: dict[tuple[str, bool], Sum] = {}
         for c, n in self.collectives.items():
             old = sums.get((c.kind, c.crosses), Sum())
@@ -161,11 +161,11 @@ class _Count:
 
 
 def traffic(program: str, gpus_per_node: int = 8) -> Traffic:
-    """What each device moves in one run of ``program``, HLO as `jax.stages.Compiled.as_text` gives it, or a dump.
+    """Returns what each device moves in one run of ``program``, HLO from `jax.stages.Compiled.as_text` or from a dump.
 
-    A loop whose rounds the program does not say counts once and is reported, with one exception: one outside all other
-    loops that moves more than half of everything is the loop over the steps of a dispatch. It counts once and what
-    comes out is of one step. Raises ValueError where the text is not of a program.
+    A loop whose trip count the program does not give counts once and is reported, with one exception: an outermost loop
+    that moves more than half of everything is the loop over the steps of a dispatch. It counts once, so the result is
+    that of one step. Raises ValueError if the text is not a program.
     """
     counting = _Counting(module(program), Instructions(program), gpus_per_node)
     count, loops = counting.count_computation(counting.module.entry, outermost=True)
@@ -182,8 +182,8 @@ class _Counting:
     def count_computation(
         self, name: str, started_by: str = "", outermost: bool = False
     ) -> tuple[_Count, list[tuple[str, int]]]:
-        """One run of a computation, and the loops of unknown length right in it, if it is the outermost, with their
-        bytes in one round. ``started_by``: the instruction that it has the origin of."""
+        """Counts one run of a computation. For the outermost one it also returns the loops of unknown length directly
+        in it, with their bytes per iteration. ``started_by``: the instruction from which it takes its origin."""
         computation, count = self.module.computations[name], _Count()
         loops: list[tuple[str, int]] = []
         for i in computation.instructions.values():
@@ -240,5 +240,5 @@ class _Counting:
             return (tuple(range(self.module.n_devices)),)
 
     def _in_node(self, group: tuple[int, ...]) -> int:
-        """How many of a group lie in one node, where fewest do."""
+        """Returns the smallest number of a group's devices in one node."""
         return min(Counter(device // self.gpus_per_node for device in group).values())

@@ -1,4 +1,4 @@
-"""Trip counts of `while` loops in a jaxpr, where counter, step and bound are known integers."""
+"""Trip counts of `while` loops in a jaxpr whose counter, step and bound are known integers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 Known = dict[Any, int]
-"""Integers that variables are known to be."""
+"""The integers that variables are known to be."""
 
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
 def constants(closed: ClosedJaxpr) -> Known:
-    """The integers among the constants of a jaxpr."""
+    """Returns the integers among the constants of a jaxpr."""
     values = zip(closed.jaxpr.constvars, closed.consts, strict=True)
     return {var: int(value) for var, value in values if _is_integer(value)}
 
@@ -22,7 +22,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def known_after(eqn: JaxprEqn, known: Known) -> Known:
-    """What the results of an equation are known to be: integers that it casts or passes on."""
+    """Returns what the results of an equation are known to be: integers that it casts or passes on."""
     if eqn.primitive.name not in ("convert_element_type", "copy", "optimization_barrier"):
         return {}
     values = {out: scalar(atom, known) for out, atom in zip(eqn.outvars, eqn.invars, strict=True)}
@@ -30,17 +30,17 @@ def known_after(eqn: JaxprEqn, known: Known) -> Known:
 
 
 def scalar(atom: Any, known: Known) -> int | None:
-    """The integer that an atom of a jaxpr is known to be, or None."""
+    """Returns the integer that an atom of a jaxpr is known to be, or None."""
     if isinstance(atom, Literal):
         return int(atom.val) if _is_integer(atom.aval) else None
     return known.get(atom)
 
 
 def trip_count(eqn: JaxprEqn, known: Known) -> int | None:
-    """Rounds of a ``while`` equation, or None where they depend on data.
+    """Returns the trip count of a ``while`` equation, or None if it depends on data.
 
-    Recognised is what `jax.lax.fori_loop` makes and its like: one comparison of a carry with a bound, the carry moved
-    by a fixed step, the bound fixed. ``known``: integers that variables outside are known to be.
+    The forms that `jax.lax.fori_loop` and similar functions make are recognised: one comparison of a carry with a fixed
+    bound, and a fixed step of the carry. ``known``: the integers that variables outside are known to be.
     """
     condition, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
     n_condition_constants, n_body_constants = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
@@ -74,13 +74,13 @@ def trip_count(eqn: JaxprEqn, known: Known) -> int | None:
 
 
 def passed(variables: Sequence[Any], atoms: Sequence[Any], known: Known) -> Known:
-    """What the first variables are known to be, being handed these atoms."""
+    """Returns what the first variables are known to be, given these atoms."""
     values = ((v, scalar(atom, known)) for v, atom in zip(variables, atoms, strict=False))
     return {v: value for v, value in values if value is not None}
 
 
 def _step(body: Any, before: Any, after: Any, constants: Known) -> int | None:
-    """By how much a round moves the carry, if by a fixed integer."""
+    """Returns by how much an iteration moves the carry; None if not by a fixed integer."""
     made_by = [eqn for eqn in body.eqns if any(v is after for v in eqn.outvars)]
     if len(made_by) != 1:
         return None
@@ -97,8 +97,8 @@ def _step(body: Any, before: Any, after: Any, constants: Known) -> int | None:
 
 
 def rounds(relation: str, start: int, limit: int, step: int) -> int | None:
-    """How often a loop goes round whose counter walks from ``start`` in steps of ``step`` while it is, by ``relation``
-    (lt, le, gt, ge), on its side of ``limit``; None if it would never end."""
+    """Returns the trip count of a loop whose counter goes from ``start`` in steps of ``step`` while it is on one side
+    of ``limit``, given by ``relation`` (lt, le, gt, ge); None if the loop would never end."""
     if step == 0 or (relation in ("lt", "le")) != (step > 0):
         return None
     return len(range(start, limit + {"lt": 0, "le": 1, "gt": 0, "ge": -1}[relation], step))

@@ -26,7 +26,7 @@ DENSITIES = (1e-4, 4e-3)
 
 
 def made_up(n: int, n_positions: int, noise: float, seed: int) -> tuple[Activity, np.ndarray]:
-    """The activity of ``n`` components, in random order, and the number of each one's group."""
+    """Returns the activity of ``n`` components, in random order, and the number of each one's group."""
     rng = np.random.default_rng(seed)
     weight = 1 / np.arange(1, LARGEST + 1)
     sizes = rng.choice(np.arange(1, LARGEST + 1), n, p=weight / weight.sum())
@@ -47,7 +47,7 @@ def made_up(n: int, n_positions: int, noise: float, seed: int) -> tuple[Activity
 
 
 def resident() -> float:
-    """GiB, the most so far."""
+    """Returns the largest resident memory so far, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

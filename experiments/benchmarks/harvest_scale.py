@@ -38,16 +38,16 @@ LENGTH, VOCABULARY, WIDTH = 512, 50_257, 64
 BLOCK_ROWS = 8
 KINDS = ("gate_proj", "up_proj", "down_proj")
 SAVES = 4
-"""How often the state is saved on the way, as it would be."""
+"""How often the state is saved on the way, as a real harvest does."""
 
 
 class Made:
-    """Firings of one site, made up: a pure function of (site, block)."""
+    """The made-up firings of one site: a pure function of (site, block)."""
 
     def __init__(self, site: int, C: int, mean_l0: float) -> None:
         rng = np.random.default_rng([1, site])
         weight = np.exp(rng.uniform(np.log(1e-3), 0, C))
-        # Components with their shares of the firings: one draw is a look into this table.
+        # Components in proportion to their shares of the firings: one draw is one lookup in this table.
         self.table = rng.choice(C, 1 << 20, p=weight / weight.sum()).astype(np.int32)
         self.site, self.C, self.mean_l0 = site, C, mean_l0
 
@@ -56,7 +56,7 @@ class Made:
         n = len(tokens)
         counts = rng.poisson(self.mean_l0, n)
         position = np.repeat(np.arange(n, dtype=np.int32), counts)
-        # Half of the firings are of components that follow from the token.
+        # Half of the firings belong to components that follow from the token.
         drawn = rng.integers(0, 1 << 20, len(position), np.int32)
         of_token = (tokens[position] * np.int32(40_503) + (drawn & 63)) & ((1 << 20) - 1)
         component = self.table[np.where(drawn & 64, of_token, drawn)]
@@ -78,7 +78,7 @@ class Made:
 
 
 class MadeRows:
-    """Rows of tokens as frequent as words are, in place of `harvest.plan.Source`."""
+    """Rows of tokens with the frequencies of words, in place of `harvest.plan.Source`."""
 
     def __init__(self) -> None:
         share = 1 / np.arange(1, VOCABULARY + 1)
@@ -95,7 +95,7 @@ class MadeText:
 
 
 class MadeRun:
-    """What `publish` reads of a run: V and U, of few dimensions."""
+    """What `publish` reads of a run: V and U, with few dimensions."""
 
     target, n_outputs = None, VOCABULARY
     text = MadeText()
@@ -167,7 +167,7 @@ def _already(site: SiteBlock) -> SiteBlock:
 
 
 def _resident() -> float:
-    """GiB, the most so far."""
+    """Returns the largest resident memory so far, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

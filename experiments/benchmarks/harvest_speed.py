@@ -49,7 +49,7 @@ def main() -> None:
         return alone(run.learned, run.weights, placed, names, "lower")
 
     def through(start: Callable[[int], Any]) -> float:
-        """Seconds for all blocks, one of them ahead, as in a harvest."""
+        """Returns the seconds for all blocks, with one block started ahead, as in a harvest."""
         began, ahead = time.perf_counter(), None
         with jax.set_mesh(run.mesh):
             for block in range(plan.n_blocks):

@@ -41,9 +41,9 @@ DEFAULT = ROOT / "configs" / "llama8b_l18-26_9layer_chunkwise.yaml"
 
 
 def assignments(options: argparse.Namespace, config: RunConfig, devices: int) -> Iterator[str]:
-    """The flags as `--set` takes them. ``config``: what the file says without them.
+    """Yields the flags as `--set` takes them. ``config``: the configuration without them.
 
-    UserError where one cannot apply.
+    Raises UserError for one that cannot apply.
     """
     method = config.method
     if not isinstance(method, LanguageModelFile):
@@ -82,7 +82,7 @@ def assignments(options: argparse.Namespace, config: RunConfig, devices: int) ->
 
 
 def _place(config: RunConfig, *kinds: type[Any]) -> int:
-    """The place of the first loss of one of these kinds."""
+    """Returns the place of the first loss of one of these kinds."""
     for n, loss in enumerate(config.method.pd.loss_metrics):
         if isinstance(loss, kinds):
             return n
@@ -90,7 +90,7 @@ def _place(config: RunConfig, *kinds: type[Any]) -> int:
 
 
 def measure(outline: Outline, steps: int, processes: Processes) -> dict[str, Any]:
-    """The line of JSON. ``steps``: timed ones, after a first."""
+    """Returns the line of JSON. ``steps``: the number of timed steps, after a first one."""
     with jax.set_mesh(outline.mesh):
         started = time.perf_counter()
         step = steps_program(outline, 1).lower().compile()
@@ -115,7 +115,7 @@ def measure(outline: Outline, steps: int, processes: Processes) -> dict[str, Any
 
 
 def _peak() -> int:
-    """The largest peak among this process's devices; 0 where they do not tell."""
+    """Returns the largest peak among this process's devices; 0 if they do not report one."""
     return max(int(allocated(device).get("peak_bytes_in_use", 0)) for device in jax.local_devices())
 
 
@@ -130,7 +130,7 @@ def as_text(line: dict[str, Any]) -> str:
 
 
 def probe(options: argparse.Namespace) -> None:
-    """One measurement, printed by process 0. UserError as `load_config`."""
+    """Takes one measurement, which process 0 prints. Raises UserError as `load_config` does."""
     with joined(options.coordinator, options.processes, options.process_id) as processes:
         with processes.sharing_errors():
             sets = list(assignments(options, load_config(options.config), jax.device_count()))

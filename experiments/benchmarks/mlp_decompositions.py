@@ -1,7 +1,7 @@
-"""Decompositions of a Llama's MLPs that measurements are taken on: chunks of stochastic masks and a lasting adversary.
+"""Decompositions of a Llama's MLPs for measurements: chunks of stochastic masks and a persistent adversary.
 
-The losses are those of the published 27-site decomposition of Llama-3.1-8B; sizes are free. `goals_table.py` compiles
-them for GPUs that are not here.
+The losses are those of the published 27-site decomposition of Llama-3.1-8B; sizes can be chosen. `goals_table.py`
+compiles them for GPUs that are not present.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,8 @@ POLICIES: Mapping[str, MemoryPolicy] = {"plain": PLAIN, "balanced": BALANCED, "l
 
 @dataclass(frozen=True)
 class MLPs:
-    """The three MLP matrices of ``layers`` are sites of ``C`` components each. ``batch``: rows, global."""
+    """A decomposition whose sites are the three MLP matrices of ``layers``, with ``C`` components each. ``batch``: the
+    number of rows of the global batch."""
 
     batch: int
     layers: range
@@ -59,7 +60,8 @@ class MLPs:
 
 
 def problem_of(of: MLPs, policy: MemoryPolicy) -> Problem:
-    """Chunks of stochastic masks and a persistent adversary, bf16: the decomposition that the goals are set for."""
+    """Returns the decomposition for which the goals are set: chunks of stochastic masks and a persistent adversary, in
+    bf16."""
     chosen = {
         module_name(layer, kind): of.C for layer in of.layers for kind in ("gate_proj", "up_proj", "down_proj")
     }  # fmt: skip
@@ -91,7 +93,7 @@ def problem_of(of: MLPs, policy: MemoryPolicy) -> Problem:
 
 
 def weights_of(model: LlamaConfig) -> Any:
-    """Shapes of the frozen weights, in bf16."""
+    """Returns the shapes of the frozen weights, in bf16."""
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         model.weight_shapes(),
@@ -100,7 +102,7 @@ def weights_of(model: LlamaConfig) -> Any:
 
 
 def step_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """The jitted step and its arguments, abstract, placed on the mesh as a run places them."""
+    """Returns the jitted step and its abstract arguments, placed on the mesh as a run places them."""
     spec, sites = problem.decomposition, problem.target.sites
     state = jax.eval_shape(lambda: init_state(spec, sites, (of.batch, of.seq)))
     places = state_shardings(mesh, spec, state)
@@ -119,14 +121,15 @@ def step_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...
 
 
 def init_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """The jitted making of the state."""
+    """Returns the jitted function that makes the state, and its arguments."""
     spec, sites = problem.decomposition, problem.target.sites
     init = partial(init_state, spec, sites, (of.batch, of.seq))
     return jax.jit(init, out_shardings=state_shardings(mesh, spec, jax.eval_shape(init))), ()
 
 
 def eval_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """The jitted evaluation of a language model: six maskings, their KL and cross-entropy; nothing is donated."""
+    """Returns the jitted evaluation of a language model and its arguments: six maskings, their KL and cross-entropy.
+    Nothing is donated."""
 
     def evaluate(state: Any, weights: Any, tokens: Any) -> Any:
         batch = read_batch(problem, state.learned, weights, tokens)
@@ -139,7 +142,7 @@ def eval_of(problem: Problem, of: MLPs, mesh: Mesh) -> tuple[Any, tuple[Any, ...
 
 
 def flops_of(of: MLPs, policy: MemoryPolicy) -> Flops:
-    """FLOPs of the whole step. Traced with no mesh in sight: the same arithmetic, as far as it is not in a
+    """Returns the FLOPs of the whole step. It is traced without a mesh, which gives the same arithmetic outside of
     `shard_map`."""
     problem = problem_of(of, policy)
     shapes = jax.eval_shape(lambda: init_state(problem.decomposition, problem.target.sites, (of.batch, of.seq)))

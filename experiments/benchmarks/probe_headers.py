@@ -23,13 +23,14 @@ WIDTH = 116
 
 
 def header_command(text: str) -> list[str] | None:
-    """What stands after ``pd`` in the header's command; None where there is none."""
+    """Returns what follows ``pd`` in the header's command; None if there is no such command."""
     line = next((line for line in text.splitlines() if line.startswith(f"{BEFORE_COMMAND}probe ")), None)
     return None if line is None else shlex.split(line.removeprefix(BEFORE_COMMAND))
 
 
 def with_answer(text: str, answer: str) -> str:
-    """The configuration ``text`` with everything between its command and its first key replaced by ``answer``."""
+    """Returns the configuration ``text`` with everything between its command and its first key replaced by
+    ``answer``."""
     lines = text.splitlines()
     command = next(n for n, line in enumerate(lines) if line.startswith(f"{BEFORE_COMMAND}probe "))
     first_key = next(n for n, line in enumerate(lines) if not line.startswith("#"))
@@ -38,7 +39,7 @@ def with_answer(text: str, answer: str) -> str:
 
 
 def main() -> None:
-    """One configuration after the other, each in a process of its own."""
+    """Probes the configurations in sequence, each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="*", type=Path, metavar="CONFIG")
     options = parser.parse_args()

@@ -25,9 +25,9 @@ Message = dict[str, float]
 
 
 class Worker:
-    """A process that prints a line of JSON when it is ready, and one more for every line that it is given.
+    """A process that prints a line of JSON when it is ready, and another for every line that it is given.
 
-    ``ready``: the first of them. Ends this program if the process ends by itself.
+    ``ready``: the first line. Ends this program if the process ends by itself.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -37,7 +37,7 @@ class Worker:
         self.ready = self._heard()
 
     def turn(self) -> Message:
-        """What it says to a line."""
+        """Sends a line to the process, and returns its answer."""
         assert self._process.stdin is not None
         print(file=self._process.stdin, flush=True)
         return self._heard()
@@ -55,12 +55,12 @@ class Worker:
 
 
 def say(message: Message) -> None:
-    """What a worker prints."""
+    """Prints a worker's message."""
     print(json.dumps(message), flush=True)
 
 
 def work(config: Path, overrides: list[str], steps: int) -> None:
-    """Compiles; then, for every line it is given, takes ``steps`` steps and says how long one took."""
+    """Compiles; then, for every line it is given, takes ``steps`` steps and prints how long one took."""
     import jax
     import numpy as np
     from rich.console import Console
@@ -91,8 +91,8 @@ def work(config: Path, overrides: list[str], steps: int) -> None:
 
 
 def start(checkout: Path, config: Path, overrides: list[str], steps: int) -> Worker:
-    """A worker of ``checkout``, once it has compiled. It runs that checkout's own copy of this file, whose options and
-    messages must be these. (Until November 2026 it lay in `experiments/` itself.)"""
+    """Starts a worker of ``checkout``, and returns it once it has compiled. It runs that checkout's own copy of this
+    file, which must have the same options and messages. (Until November 2026 the file was in `experiments/` itself.)"""
     script = next((checkout.resolve() / "experiments").rglob(Path(__file__).name))
     command = [sys.executable, str(script), "--worker", str(config), "--steps", str(steps)]
     command += [f"--set={override}" for override in overrides]

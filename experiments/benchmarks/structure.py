@@ -22,12 +22,12 @@ from rich.table import Table
 
 PACKAGES = ("param_decomp_jax", "param_decomp_aot", "param_decomp_lab")
 LONG = 400
-"""Lines of a module that is counted as long."""
+"""The number of lines from which a module counts as long."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def structure(root: Path) -> dict[str, int]:
-    """The figures of the checkout at ``root``, by their names, in a process that imports from there."""
+    """Returns the figures of the checkout at ``root``, by name, from a process that imports from there."""
     child = "import experiments.benchmarks.structure as s, json, sys; print(json.dumps(s.measured(sys.argv[1])))"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = sys.argv[1:3]; {child}", str(root), str(ROOT)],
@@ -38,7 +38,8 @@ def structure(root: Path) -> dict[str, int]:
 
 
 def measured(root: str) -> dict[str, int]:
-    """`structure`, in the process itself: the packages are imported from the folder that comes first in `sys.path`."""
+    """Returns the figures within this process: the packages are imported from the folder that comes first in
+    `sys.path`."""
     figures: dict[str, int] = {}
     lengths: dict[Path, int] = {}
     for part in (*PACKAGES, "experiments", "tests"):
@@ -59,7 +60,7 @@ def measured(root: str) -> dict[str, int]:
 
 
 def rooms_of(package: str) -> dict[str, set[str]]:
-    """The rooms of a package, and which of the others each imports."""
+    """Returns the rooms of a package, and which of the others each imports."""
     import grimp
 
     graph = grimp.build_graph(package, cache_dir=None)
@@ -76,7 +77,7 @@ def rooms_of(package: str) -> dict[str, set[str]]:
 
 
 def circles(imports: dict[str, set[str]]) -> list[set[str]]:
-    """The rooms, those that reach each other together."""
+    """Returns the rooms in sets: rooms that reach each other are in one set."""
 
     def reached(start: str) -> set[str]:
         found, todo = {start}, [start]
@@ -92,7 +93,7 @@ def circles(imports: dict[str, set[str]]) -> list[set[str]]:
 
 
 def floors(imports: dict[str, set[str]]) -> int:
-    """The number of rooms on the longest chain of imports; a circle counts as one."""
+    """Returns the number of rooms on the longest chain of imports; a circle counts as one."""
     of_room = {room: number for number, circle in enumerate(circles(imports)) for room in circle}
     below: dict[int, set[int]] = {number: set() for number in of_room.values()}
     for room, others in imports.items():
@@ -105,7 +106,7 @@ def floors(imports: dict[str, set[str]]) -> int:
 
 
 def at_commit(commit: str, folder: Path) -> Path:
-    """The files of a commit, in a folder of their own."""
+    """Unpacks the files of a commit into a folder of their own, and returns that."""
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=BytesIO(archive)) as tar:
         tar.extractall(folder / commit, filter="data")

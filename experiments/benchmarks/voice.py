@@ -24,15 +24,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CODE = ("param_decomp_jax", "param_decomp_aot", "param_decomp_lab", "experiments")
 LONG = 30
-"""Words of a sentence above which it is long."""
+"""The number of words above which a sentence is long."""
 PASSAGE = 60
-"""Words that a passage has at least."""
+"""The least number of words of a passage."""
 NEGATIVE = re.compile(r"(?<!there )\b(?:is|are) no\b(?! longer| more| larger| smaller| better| slower)", re.IGNORECASE)
 Read = Callable[[str], str]
 
 
 def main() -> None:
-    """Prints counts, or passages."""
+    """Prints counts or passages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--at", metavar="COMMIT", help="count this commit; with --passages, compare with it")
     parser.add_argument("--passages", type=int, metavar="N", help="print so many passages in place of counts")
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def counts(commit: str | None) -> dict[str, int]:
-    """By name, of the working tree or of a commit."""
+    """Returns the counts by name, for the working tree or a commit."""
     names, read = _tree(commit)
     pages = [read(name) for name in names if _is_page(name)]
     docstrings = [text for name in names if _is_code(name) for text in _docstrings(read(name))]
@@ -71,7 +71,7 @@ def counts(commit: str | None) -> dict[str, int]:
 
 
 def passages(commit: str, n: int, seed: int) -> tuple[str, dict[str, str]]:
-    """Sections that differ, as Markdown, and which of A and B is the newer one, by number."""
+    """Returns the sections that differ, as Markdown, and which of A and B is the newer one, by number."""
     draw, (old_names, old), (_, new) = random.Random(seed), _tree(commit), _tree(None)
     found = []
     for name in sorted(filter(_is_page, old_names)):
@@ -93,7 +93,7 @@ def passages(commit: str, n: int, seed: int) -> tuple[str, dict[str, str]]:
 
 
 def _tree(commit: str | None) -> tuple[list[str], Read]:
-    """The names of all files, and how one is read."""
+    """Returns the names of all files, and a function that reads one."""
     if commit is None:
         names = _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
         return [name for name in names if (ROOT / name).is_file()], lambda name: (ROOT / name).read_text()
@@ -121,15 +121,15 @@ def _is_code(name: str) -> bool:
 
 
 def _docstrings(source: str) -> Iterator[str]:
-    """The docstrings of modules, classes and functions, and those below constants and fields."""
+    """Yields the docstrings of modules, classes and functions, and those below constants and fields."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield inspect.cleandoc(node.value.value)
 
 
 def _prose(page: str) -> str:
-    """A page without code blocks, tables, headings, pictures and the targets of links; list items and paragraphs end
-    with an empty line."""
+    """Returns a page without code blocks, tables, headings, pictures and the targets of links. List items and
+    paragraphs end with an empty line."""
     page = re.sub(r"^(```|~~~).*?^\1[ \t]*$", "", page, flags=re.DOTALL | re.MULTILINE)
     lines = [line for line in page.splitlines() if not re.match(r"\s*(\||#|!\[|<)", line)]
     text = re.sub(r"^(\s*)([-*]|\d+\.)\s", r"\n\1", "\n".join(lines), flags=re.MULTILINE)
@@ -142,7 +142,7 @@ def _sentences(prose: str) -> Iterator[str]:
 
 
 def _sections(page: str) -> dict[str, str]:
-    """Prose by heading; of headings that come twice, the first."""
+    """Returns prose by heading; for headings that occur twice, that of the first."""
     found: dict[str, str] = {}
     for part in re.split(r"^#+ ", page, flags=re.MULTILINE)[1:]:
         heading, _, body = part.partition("\n")
@@ -151,7 +151,7 @@ def _sections(page: str) -> dict[str, str]:
 
 
 def _avoided(glossary: str) -> list[re.Pattern[str]]:
-    """Single words of the glossary's last column, in the singular and the plural."""
+    """Returns patterns for the single words of the glossary's last column, in the singular and the plural."""
     rows = [line.split("|") for line in glossary.splitlines() if line.startswith("| ")]
     words = [word.strip() for row in rows[1:] for word in row[3].split(",") if word.strip()]
     return [re.compile(rf"\b{re.escape(word)}s?\b", re.IGNORECASE) for word in words]

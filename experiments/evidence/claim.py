@@ -52,7 +52,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
 
     def show(name: str, after: np.ndarray) -> None:
-        """A line; ``after``: probabilities, of one draw or of several."""
+        """Prints a line. ``after``: probabilities, from one draw or several."""
         cells = [
             f"{before[at].mean():.3f} → {after[..., at].mean():.3f} | {(after < before)[..., at].mean():.0%}"
             for at in (here, ~here)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def ends_with(rows: np.ndarray, text: list[int]) -> np.ndarray:
-    """The positions at which the tokens of a text end."""
+    """Returns the positions at which the tokens of a text end."""
     found = np.zeros(rows.shape, bool)
     n = len(text)
     windows = np.lib.stride_tricks.sliding_window_view(rows, n, axis=1)
@@ -81,7 +81,7 @@ def ends_with(rows: np.ndarray, text: list[int]) -> np.ndarray:
 
 
 def firing_counts(run: Run, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """At how many positions each component fires, by site."""
+    """Returns the number of positions at which each component fires, by site."""
     counts = {name: np.zeros(site.C) for name, site in run.sites.items()}
     for start in range(0, len(rows), BATCH):
         for name, importances in run.causal_importances(rows[start : start + BATCH]).items():
@@ -90,7 +90,8 @@ def firing_counts(run: Run, rows: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def control(run: Run, chosen: list[str], counts: dict[str, np.ndarray], rng: np.random.Generator) -> list[str]:
-    """As many others of the same sites as are chosen, or all others that fire; the likelier, the more often they do."""
+    """Draws as many other components of the same sites as are chosen, in proportion to how often they fire; if fewer
+    others fire, returns all of those."""
     others: list[str] = []
     for site, mask in selected(chosen, run.sites, 1, may_have_positions=False, groups=lambda: run.groups).items():
         weight = np.where(mask[0], 0, counts[site])
@@ -102,7 +103,7 @@ def control(run: Run, chosen: list[str], counts: dict[str, np.ndarray], rng: np.
 
 
 def probabilities(run: Run, rows: np.ndarray, chosen: list[str], token: int) -> np.ndarray:
-    """Probabilities of the token after every position, without these components."""
+    """Returns the probability of the token after every position, without these components."""
     masks = {}
     if chosen:
         for site, mask in selected(chosen, run.sites, 1, may_have_positions=False, groups=lambda: run.groups).items():

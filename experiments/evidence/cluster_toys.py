@@ -45,7 +45,7 @@ SETTINGS = (
 
 
 def make_run(out: Path, seed: int) -> Path:
-    """The decomposition of the ResidMLP made by hand, unless it is there."""
+    """Makes the decomposition of the hand-made ResidMLP, unless it exists."""
     folder, target = out / f"p-{seed:08x}", out / "target"
     if not (folder / "ended.json").is_file():
         rng = np.random.default_rng(0)
@@ -64,7 +64,7 @@ def make_run(out: Path, seed: int) -> Path:
 
 
 def features_served(run: Run) -> dict[str, np.ndarray]:
-    """By site: whether each component serves each feature, [features, C]."""
+    """Returns, for each site, whether each component serves each feature, [features, C]."""
     reads = run.architecture.inputs
     assert isinstance(reads, FeatureInputs), "only of a toy is the truth known"
     importances = run.causal_importances(PROBE * np.eye(reads.n_features, dtype=np.float32))
@@ -72,8 +72,9 @@ def features_served(run: Run) -> dict[str, np.ndarray]:
 
 
 def judge(groups: Groups, served: dict[str, np.ndarray]) -> dict[str, int]:
-    """``features`` that anything serves, and those ``whole``: with all components that serve it alone in one group,
-    which serves nothing else. ``shared``: components that serve several features, which belong to none."""
+    """Returns three counts. ``features``: features that any component serves. ``whole``: those for which all components
+    that serve only that feature are in one group, which serves nothing else. ``shared``: components that serve several
+    features and so belong to none."""
     features_of: dict[tuple[str, int], set[int]] = {}
     for site, matrix in served.items():
         for feature, component in zip(*(axis.tolist() for axis in np.nonzero(matrix)), strict=True):

@@ -33,7 +33,7 @@ FIGURE = ROOT / "docs" / "images" / "collapse.png"
 CONFIG = "configs/toys/tms_5-2.yaml"
 STEPS = 80_000
 EVERY = 2_500
-"""Steps between evaluations."""
+"""The number of steps between evaluations."""
 RATE = {"lr_schedule": {"start_val": 5.0e-2}}
 LP: dict[str, Any] = {
     "type": "ImportanceMinimalityLoss", "coeff": 3.0e-3, "pnorm": 1.0, "beta": 0,
@@ -56,8 +56,8 @@ COLORS = {"lp": VERMILION, "eps": QUIET, "smooth": BLUE}
 
 @dataclass(frozen=True)
 class Run:
-    """What one run shows. By step of the evaluations: mean L0 of the sites, error with CI masks, errors of the pattern.
-    ``tails``: from the third window on."""
+    """What one run shows. By step of the evaluations: the mean L0 of the sites, the CI-masked error, the errors of the
+    pattern. ``tails``: those from the third window on."""
 
     name: str
     seed: int
@@ -71,14 +71,14 @@ class Run:
 
     @property
     def lost(self) -> int | None:
-        """The first evaluation from which on the pattern has 5 errors or more, to the end."""
+        """The first evaluation from which the pattern has 5 errors or more until the end."""
         steps = sorted(self.evaluated)
         bad = [all(self.evaluated[later][2] >= 5 for later in steps[n:]) for n in range(len(steps))]
         return next((step for step, is_bad in zip(steps, bad, strict=True) if is_bad), None)
 
 
 def run(name: str, seed: int, out: Path) -> Run:
-    """Trains it, or what of it is missing."""
+    """Trains a run, or the part of it that is missing."""
     run_id = f"p-{list(PENALTIES).index(name):04x}{seed:04x}"
     folder = out / run_id
     if not (folder / "report.html").is_file():
@@ -113,13 +113,13 @@ def _evaluation(row: dict[str, Any]) -> tuple[int, tuple[float, float, int]]:
 
 
 def largest_growth(rows: list[dict[str, Any]]) -> Growth | None:
-    """None for a run of too few rows."""
+    """Returns the largest growth of the gradients; None for a run with too few rows."""
     logged = [(row["step"], row[CI_GRADIENTS]) for row in rows if CI_GRADIENTS in row]
     return max(growths(logged), key=lambda growth: growth.factor, default=None)
 
 
 def growth_table(folders: list[Path]) -> str:
-    """A line for every run folder among them, the largest growth first."""
+    """Returns a table with a line for every run folder, the largest growth first."""
     lines = []
     for folder in folders:
         growth = largest_growth(read_metrics(folder)) if (folder / CONFIG_FILE).is_file() else None
@@ -129,7 +129,7 @@ def growth_table(folders: list[Path]) -> str:
 
 
 def figure(runs: list[Run]) -> Figure:
-    """Four panels over the steps, a line a run."""
+    """Draws four panels over the steps, with a line for each run."""
     drawn = Figure(figsize=(9, 6.6), facecolor="white")
     panels = drawn.subplots(4, 1, sharex=True, gridspec_kw={"hspace": 0.18})
     titles = ("mean L0 of a site", "squared error, CI masks", "errors of the pattern",
@@ -154,7 +154,7 @@ def figure(runs: list[Run]) -> Figure:
 
 
 def table(runs: list[Run]) -> str:
-    """In Markdown."""
+    """Returns the table in Markdown."""
 
     def cells(of: Run) -> Sequence[object]:
         found = (of.evaluated[step] for step in (STEPS // 2, STEPS))

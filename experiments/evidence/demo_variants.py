@@ -61,7 +61,7 @@ _BYTES: Mapping[str, Mapping[str, str]] = {
     "muon-3e-3": _muon(3e-3),
     "muon-9e-3": _muon(9e-3),
     "muon-27e-3": _muon(27e-3),
-    # The pair that a merged term replaces: stochastic and persistent, in place of the demo's fresh attack.
+    # The two terms that a merged term replaces: stochastic and persistent, in place of the demo's fresh attack.
     "pair": {
         **_loss(1, "{type: StochasticReconSubsetLoss, coeff: 2.5}"),
         **_loss(2, f"{{type: PersistentPGDReconLoss, coeff: 2.5, scope: {{type: per_batch_per_position}}, {_ASCENT}}}"),
@@ -95,7 +95,7 @@ def _faithfulness(coeff: float) -> str:
 
 
 def _smollm2(minimality: float, attack: float, faithfulness: float) -> dict[str, str]:
-    """The rate and the coefficients of `configs/demo-smollm2.yaml`, whatever the file has."""
+    """Returns the keys of the rate and the coefficients, which override those of `configs/demo-smollm2.yaml`."""
     return {
         **_RATE,
         **_loss(0, _minimality(minimality)),
@@ -105,7 +105,7 @@ def _smollm2(minimality: float, attack: float, faithfulness: float) -> dict[str,
 
 
 def _words(c: int, minimality: float, attack: float) -> dict[str, str]:
-    """The keys of the demo's method on words that differ. ``c``: components a matrix."""
+    """Returns the keys in which a variant of the demo's method on words differs. ``c``: components per matrix."""
     return {
         "pd.decomposition_targets.0.C": str(c),
         **_loss(0, _minimality(minimality)),
@@ -132,7 +132,8 @@ _SMOLLM2: Mapping[str, Mapping[str, str]] = {
         **_smollm2(1e-2, 1.5, 1e4),
         **_loss(1, "{type: StochasticReconLoss, coeff: 8}"),
     },
-    # Some of the three matrices masked, at each position others, so that one can get better while the others are bad.
+    # Some of the three matrices are masked, different ones at each position, so that one can improve while the others
+    # are bad.
     "subset": {
         **_RATE,
         "pd.loss_metrics": f"[{_minimality(5e-3)}, {{type: StochasticReconSubsetLoss, coeff: 4}}, {_attack(1.0)}, "
@@ -143,7 +144,7 @@ _SMOLLM2: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Demo:
-    """A configuration and its variants, each with the keys that differ. ``measured``: of `pd eval`."""
+    """A configuration and its variants, each with the keys that differ. ``measured``: the options of `pd eval`."""
 
     name: str
     config: Path
@@ -162,7 +163,8 @@ SMOLLM2 = Demo("smollm2", ROOT / "configs/demo-smollm2.yaml", _SMOLLM2, ("--batc
 
 @dataclass(frozen=True)
 class Result:
-    """One run. ``kl``, ``random``, ``attack``: over the best baseline's at the run's L0. ``minutes``: of training."""
+    """One run. ``kl``, ``random``, ``attack``: divided by those of the best baseline at the run's L0. ``minutes``:
+    those of training."""
 
     variant: str
     steps: int
@@ -180,7 +182,7 @@ def results(kept: Path) -> list[Result]:
 
 
 def run(demo: Demo, out: Path, variant: str, steps: int, seed: int) -> Result:
-    """Trains and measures; the run folder goes again when it is measured."""
+    """Trains and measures a run, and then deletes its folder."""
     name = f"{demo.name}-{variant}-{steps}-{seed}"
     folder_name = f"p-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     settings = {
@@ -216,7 +218,7 @@ def _pd(*arguments: str) -> None:
 
 
 def table(demo: Demo, found: list[Result]) -> str:
-    """Means over seeds, and from the least to the largest where there are several."""
+    """Returns a table of means over seeds, with the smallest and the largest value if there are several."""
 
     def figure(values: list[float]) -> str:
         spread = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""

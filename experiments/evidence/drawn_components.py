@@ -24,7 +24,7 @@ from param_decomp_lab.opening import Run
 
 FEW = 5
 AROUND = 12
-"""Tokens that are shown to each side of a firing."""
+"""The number of tokens shown on each side of a firing."""
 
 
 def main() -> None:
@@ -56,7 +56,8 @@ def main() -> None:
 
 
 def candidates(harvest: Harvest, least: float, most: float) -> list[tuple[str, int]]:
-    """Site and number of those that fire at such a share of the positions."""
+    """Returns site and number of the components that fire at a share of the positions between ``least`` and
+    ``most``."""
     found: list[tuple[str, int]] = []
     for site in harvest.sites:
         share = harvest.densities(site)
@@ -65,8 +66,8 @@ def candidates(harvest: Harvest, least: float, most: float) -> list[tuple[str, i
 
 
 def of_few_tokens(harvest: Harvest, found: Sequence[tuple[str, int]]) -> tuple[float, float]:
-    """Medians over components: the share of firings on the `FEW` most frequent tokens, and the mean share of these
-    tokens' places where the component fires."""
+    """Returns two medians over components: the share of firings on the `FEW` most frequent tokens, and the mean share
+    of these tokens' places at which the component fires."""
     rows = [harvest.tokens(site, number).slice(0, FEW) for site, number in found]
     shares = [sum(table["precision"].to_pylist()) for table in rows]
     uses = [float(np.mean(table["recall"].to_pylist())) for table in rows]
@@ -74,13 +75,13 @@ def of_few_tokens(harvest: Harvest, found: Sequence[tuple[str, int]]) -> tuple[f
 
 
 def draw(found: Sequence[tuple[str, int]], n: int, seed: int) -> list[tuple[str, int]]:
-    """``n`` of them, or all where there are fewer, by site and number."""
+    """Draws ``n`` of them, or all if there are fewer, sorted by site and number."""
     chosen = np.random.default_rng(seed).choice(len(found), min(n, len(found)), replace=False)
     return [found[i] for i in sorted(chosen)]
 
 
 def described(run: Run, site: str, number: int, n_examples: int, places: int) -> str:
-    """A section about one component."""
+    """Returns a section about one component."""
     harvest = run.harvest
     tokens = harvest.tokens(site, number).to_pylist()[:6]
     outputs = harvest.outputs(site, number, 6).to_pylist()
@@ -114,7 +115,7 @@ def described(run: Run, site: str, number: int, n_examples: int, places: int) ->
 
 
 def in_context(harvest: Harvest, example: Example) -> str:
-    """The tokens around a firing, as code."""
+    """Returns the tokens around a firing, as code."""
     text, at = harvest.names(example.tokens), example.position - example.first
     before, after = "".join(text[max(0, at - AROUND) : at]), "".join(text[at + 1 : at + 1 + AROUND])
     return f"`{before}[{text[at]}]{after}` (λ {example.importance:.2f}, a {example.activation:.2g})"

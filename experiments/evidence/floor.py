@@ -62,17 +62,18 @@ FROM_LAMBDA, FROM_GRADIENT = "optimised from λ", "optimised from the choice by 
 COUNTED = 0.1
 """While they are optimised, importances above this count as on: Adam leaves many just above 0 (O5)."""
 LEAST = 1e-3
-"""An importance that is kept stays on, so that the L0 does."""
+"""The least value of an importance that is kept: it stays on, so that the L0 does not change."""
 PENALISED = 0.75
-"""Share of the steps in which importance minimality counts."""
+"""The share of the steps in which importance minimality counts."""
 PRICE_RATE = 0.1
 """How fast the weight of importance minimality follows the number of parts that are on."""
 LEAST_ERROR = 1e-9
-"""An error below is not divided by."""
+"""Errors below this are replaced by it as divisors."""
 
 
 class Moving(NamedTuple):
-    """State of a descent: importances, moments of Adam, sources of the attack, the logarithm of minimality's weight."""
+    """The state of a descent: importances, Adam's moments, the attack's sources, and the logarithm of minimality's
+    weight."""
 
     masks: Masks
     moments: optax.OptState
@@ -92,14 +93,14 @@ def descend(
     start: Masks,
     wanted: Float[Array, ""],
 ) -> Masks:
-    """Importances after ``n_steps`` steps.
+    """Returns the importances after ``n_steps`` steps.
 
-    ``penalised``: with importance minimality, so that ``wanted`` of them stay on. Without it, those that are on at the
-    start stay on, and no others come on.
+    ``penalised``: whether importance minimality counts, so that ``wanted`` of them stay on. Otherwise those that are on
+    at the start stay on, and all others stay off.
     """
     passes = masked_passes(problem, parts, weights, inputs)
     rate = descent.learning_rate
-    # The last steps settle: their draws at random differ.
+    # The last steps are for settling, because their random draws differ.
     adam = optax.adam(rate if penalised else optax.linear_schedule(rate, 0, n_steps), b2=0.99)
     on = jax.tree.map(lambda m: m > 0, start)
     at_start = penalty_total(descent, start, jnp.zeros((), jnp.int32))
@@ -142,8 +143,8 @@ def descend(
 
 
 def keep_largest(masks: Masks, n: int, start: Masks) -> Masks:
-    """The n largest of all, wherever they are, and not below `LEAST`; 0 for the others. If fewer are above 0, those
-    that were largest at the ``start`` fill up the number."""
+    """Keeps the n largest of all, wherever they are, at `LEAST` or more; the others become 0. If fewer than n are above
+    0, those that were largest at the ``start`` make up the number."""
     flat, before = (np.concatenate([np.asarray(m).ravel() for m in of.values()]) for of in (masks, start))
     kept = np.zeros(len(flat), bool)
     kept[np.lexsort((-before, -flat))[:n]] = True
@@ -156,7 +157,7 @@ def keep_largest(masks: Masks, n: int, start: Masks) -> Masks:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table."""
+    """One line of the table."""
 
     parts: str
     chosen: str
@@ -164,7 +165,7 @@ class Row:
 
 
 class Floor:
-    """Everything that is measured on one batch of a run; ``length``: steps of the attack."""
+    """Everything that is measured on one batch of a run. ``length``: the number of steps of the attack."""
 
     def __init__(
         self, run: Run, batch: Array, others: Sequence[Array], steps: int, rate: float, length: int, against: bool
@@ -201,13 +202,13 @@ class Floor:
         ]
 
     def _by_gradient(self, parts: Components, l0: float) -> Masks:
-        """The choice of ⌈L0⌉ parts by gradient (B2)."""
+        """Chooses ⌈L0⌉ parts by gradient (B2)."""
         k = max(shares(l0))
         with jax.set_mesh(self._run.mesh):
             return largest(jitted(by_gradient)(self._problem, parts, self._run.weights, self._batch, k), k)
 
     def _optimised(self, parts: Components, start: Masks, n: int) -> BaselinePoint:
-        """With ``n`` importances above 0, over all sites and positions."""
+        """Optimises importances, ``n`` of which stay above 0 over all sites and positions, and measures them."""
         masks, wanted = start, jnp.asarray(float(n))
         for n_steps, penalised in zip(self._steps, (True, False), strict=True):
             given = (parts, self._run.weights, self._batch, masks, wanted)
@@ -220,7 +221,7 @@ class Floor:
 
 
 def measure(folder: Path, n_rows: int, steps: int, rate: float, length: int, against: bool) -> tuple[list[Row], str]:
-    """The table's lines for a run, and what they were measured on. Raises UserError."""
+    """Returns the table's lines for a run, and what they were measured on. Raises UserError."""
     for option, value, least in (("--rows", n_rows, 1), ("--steps", steps, 4), ("--attack", length, 1)):
         if value < least:
             raise UserError(f"{option} {value}: should be at least {least}")

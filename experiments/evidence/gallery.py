@@ -23,9 +23,9 @@ from param_decomp_lab.share.site import share_site
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 3_000_000
-"""Bytes of all pages together."""
+"""The most bytes that all pages may have together."""
 EXAMPLES, CONTEXT = 3, 20
-"""Examples of a list, and tokens of each."""
+"""The number of examples in a list, and of tokens in each."""
 RUNS: Mapping[str, tuple[str, str]] = {
     "demo": (
         "A small Llama, trained on Python’s documentation",
@@ -36,7 +36,7 @@ RUNS: Mapping[str, tuple[str, str]] = {
         "A pretrained language model: three matrices of one of its thirty layers, 576 components each.",
     ),
 }
-"""Folder of a run in the gallery, its title, and what it is."""
+"""The title and the description of each run, by its folder in the gallery."""
 
 INDEX = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -53,7 +53,7 @@ search, texts of your own and interventions are not there.</p>
 
 
 def main() -> None:
-    """Writes the gallery; a run without labels is a mistake."""
+    """Writes the gallery. A run without labels is an error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in RUNS:
         parser.add_argument(f"--{name}", type=Path, required=True, metavar="RUN")
@@ -68,7 +68,8 @@ def main() -> None:
 
 
 def write_gallery(runs: Mapping[str, Path], out: Path, most: int) -> tuple[int, int]:
-    """Number and bytes of the files. UserError for a run without labels, and for more than `LARGEST` bytes."""
+    """Writes the gallery, and returns the number and the bytes of its files. Raises UserError for a run without labels,
+    and for more than `LARGEST` bytes."""
     with tempfile.TemporaryDirectory() as work:
         folder, rows = Path(work), []
         for name, path in runs.items():
@@ -87,14 +88,14 @@ def write_gallery(runs: Mapping[str, Path], out: Path, most: int) -> tuple[int, 
             raise UserError(f"the pages have {size / 1e6:.2f} MB, more than {LARGEST / 1e6:g}; take fewer: --most")
         with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
             for file in files:
-                # A fixed date: the same pages are the same file.
+                # The date is fixed, so that the same pages give the same file.
                 entry = zipfile.ZipInfo(file.relative_to(folder).as_posix())
                 archive.writestr(entry, file.read_bytes(), zipfile.ZIP_DEFLATED, 9)
     return len(files), size
 
 
 def labelled(run: SharedRun, most: int) -> list[str]:
-    """The labelled components, for `share_site`: by turns one of each site, in the order of their numbers."""
+    """Returns the labelled components for `share_site`: one of each site in turn, in the order of their numbers."""
     queues = {site: sorted(run.labels.of_site(site)) for site in run.harvest.sites}
     chosen: dict[str, list[int]] = {site: [] for site in queues}
     while sum(map(len, chosen.values())) < most and any(queues.values()):

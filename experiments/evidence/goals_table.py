@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-# Before JAX is imported: with a GPU at hand it would take its memory.
+# Set before JAX is imported, because JAX would otherwise take the memory of a GPU.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 
@@ -57,7 +57,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Row:
-    """One compile. ``goal_gib``: at most. ``program``: what of a run is compiled."""
+    """One compilation. ``goal_gib``: the most GiB that it should need. ``program``: which program of a run is
+    compiled."""
 
     policy: str
     mesh: MeshShape
@@ -92,7 +93,7 @@ PROGRAMS = {"step": step_of, "init": init_of, "eval": eval_of}
 
 
 def measure(row: Row, gpu: str, n_buffers: int) -> tuple[dict[str, Any], str]:
-    """What is written of a row: numbers, and the buffers as text."""
+    """Returns what is written about a row: numbers, and the buffers as text."""
     policy = POLICIES[row.policy]
     problem = problem_of(row.of, policy)
     start = time.perf_counter()
@@ -123,7 +124,7 @@ def measure(row: Row, gpu: str, n_buffers: int) -> tuple[dict[str, Any], str]:
 
 
 def memory_numbers(found: Estimate) -> dict[str, Any]:
-    """Per device."""
+    """Returns the numbers of a memory plan, per device."""
 
     def gib(memory: ProgramMemory) -> dict[str, float]:
         return {f"{name}_gib": value / GIB for name, value in dataclasses.asdict(memory).items()}
@@ -141,7 +142,7 @@ def memory_numbers(found: Estimate) -> dict[str, Any]:
 
 
 def code_digest() -> str:
-    """A digest of all code that decides what is compiled: the core, the decompositions, and this script."""
+    """Returns a digest of all code that decides what is compiled: the core, the decompositions, and this script."""
     files = sorted((ROOT / "param_decomp_jax").rglob("*.py"))
     return hashlib.sha256(
         b"".join(file.read_bytes() for file in [*files, Path(__file__), Path(mlp_decompositions.__file__)])
@@ -149,19 +150,19 @@ def code_digest() -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, with a + if a tracked file differs from it."""
+    """Returns the commit that is checked out, with a + if a tracked file differs from it."""
     described = ["git", "describe", "--always", "--abbrev=8", "--dirty=+", "--exclude=*"]
     return subprocess.run(described, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def results(out: Path) -> list[dict[str, Any]]:
-    """What has been measured, in the order of the rows."""
+    """Returns what has been measured, in the order of the rows."""
     files = [out / f"{row.name.replace('/', '_')}.json" for row in ROWS]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:
-    """The table, in Markdown."""
+    """Returns the table in Markdown."""
 
     def cells(r: dict[str, Any]) -> Sequence[str]:
         goal = "" if r["goal_gib"] is None else f"{r['goal_gib']:g}"
@@ -177,7 +178,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measures what is asked for and not there yet, each row in a process of its own; then prints the table."""
+    """Measures the rows that were asked for and are missing, each in a process of its own; then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name begins so")
     parser.add_argument("--force", action="store_true", help="measure again what is there")

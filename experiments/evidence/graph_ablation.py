@@ -65,19 +65,19 @@ def main() -> None:
 
 
 def held_out(run: Run, n: int, tokens: int, seed: int) -> list[np.ndarray]:
-    """Beginnings of random rows that the run did not train on."""
+    """Returns the beginnings of random rows that the run did not train on."""
     rows = run.resolved.held_out_rows
     chosen = np.random.default_rng(seed).permutation(len(rows))[:n]
     return [rows.rows(np.asarray([row]))[0, :tokens] for row in chosen]
 
 
 def change(run: Run, prompt: np.ndarray, selection: list[str], output: int) -> float:
-    """The change of the output's logit when these components are taken out."""
+    """Returns the change of the output's logit when these components are taken out."""
     return run.intervene(prompt, selection, readings=("ci",)).readings["ci"].change(output)
 
 
 def alike(run: Run, prompt: np.ndarray, graph: Graph, n: int, rng: np.random.Generator) -> list[str]:
-    """As many random components that fire, at the positions of the graph's best."""
+    """Draws as many random components that fire at the same positions as the graph's most influential ones."""
     importances = run.causal_importances(prompt)
     chosen: list[str] = []
     for node in graph.components[:n]:

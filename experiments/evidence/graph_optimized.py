@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def kl_of_nodes_alone(run: Run, graph: Graph) -> float:
-    """KL of the next token with the components of a graph at their importances, all others off."""
+    """Returns the KL of the next token with the components of a graph at their importances and all others off."""
     masks = {name: np.zeros((len(graph.tokens), site.C), np.float32) for name, site in run.sites.items()}
     for node in graph.components:
         masks[node.site][node.position, node.number] = node.importance

@@ -21,7 +21,7 @@ from param_decomp_lab.opening import Run
 VALUE = 0.75
 SMALL = 0.05
 USED = 0.5
-"""A component is in use if some feature gives it more importance."""
+"""A component is in use if its importance is above this for some feature."""
 
 
 def main() -> None:
@@ -38,8 +38,8 @@ def main() -> None:
 
 
 def judge(run: Run) -> tuple[list[float], list[float], list[float]]:
-    """For each feature: the largest share of another component at a site with one for each feature, its own component's
-    least share at such sites, and the influence that ends in residual errors."""
+    """Returns three numbers for each feature: the largest share of another component at a site with one component per
+    feature, the least share of its own component at such sites, and the influence that ends in residual errors."""
     reads = run.architecture.inputs
     assert isinstance(reads, FeatureInputs)
     importances = run.causal_importances(VALUE * np.eye(reads.n_features, dtype=np.float32))

@@ -32,13 +32,13 @@ from param_decomp_lab.ui.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
 T = 64
-"""Tokens of a row."""
+"""The number of tokens of a row."""
 SHORTEST, LONGEST = 8, 24
-"""Letters of a string that comes again."""
+"""The least and the largest number of letters of a string that is repeated."""
 REPEATS = 400
-"""Characters of a document of repeats."""
+"""The number of characters of a document of repeats."""
 ROWS = 256
-"""Held-out rows."""
+"""The number of held-out rows."""
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def make(out: Path, steps: int) -> None:
-    """Writes the text, the model, and a run of one step, whose components are those of its start."""
+    """Writes the text, the model, and a run of one step, whose components are the initial ones."""
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "data").exists():
         write_text(out / "text.jsonl")
@@ -79,7 +79,7 @@ def pd(*words: object) -> None:
 
 
 def write_text(file: Path) -> None:
-    """Documents of the standard library, cut to `REPEATS` characters, and as many of repeats."""
+    """Writes documents of the standard library, cut to `REPEATS` characters, and as many documents of repeats."""
     rng = np.random.default_rng(0)
     with file.open("w") as lines:
         for document in stdlib_documents():
@@ -90,7 +90,7 @@ def write_text(file: Path) -> None:
 
 
 def repeated(rng: np.random.Generator) -> str:
-    """A random string of letters, again and again."""
+    """Returns a random string of letters, repeated."""
     string = random_letters(rng, int(rng.integers(SHORTEST, LONGEST + 1)))
     return (bytes(string).decode() * REPEATS)[:REPEATS]
 
@@ -100,7 +100,7 @@ def random_letters(rng: np.random.Generator, n: int) -> Int[np.ndarray, " n"]:
 
 
 def held_out() -> tuple[Int[np.ndarray, "rows T"], Int[np.ndarray, "rows 1"]]:
-    """Rows of strings that come again, and the length of each string."""
+    """Returns rows of repeated strings, and the length of each string."""
     rng = np.random.default_rng(1)
     period = rng.integers(SHORTEST, LONGEST + 1, (ROWS, 1))
     letters = np.stack([random_letters(rng, LONGEST) for _ in range(ROWS)])
@@ -108,7 +108,8 @@ def held_out() -> tuple[Int[np.ndarray, "rows T"], Int[np.ndarray, "rows 1"]]:
 
 
 def losses(run: Run, tokens: Int[np.ndarray, "rows T"], period: Int[np.ndarray, "rows 1"]) -> dict[str, Any]:
-    """Cross-entropy (nats) of the letters that come again: ``clean``, and ``without`` each head, [layers, heads]."""
+    """Returns the cross-entropy (nats) of the repeated letters: ``clean``, and ``without`` each head, [layers,
+    heads]."""
     architecture: Any = run.target.architecture
     width = architecture.head_dim
 

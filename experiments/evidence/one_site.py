@@ -45,7 +45,8 @@ OFTEN = 0.5
 
 
 class Row(NamedTuple):
-    """``errors``: with the sites of one name masked, name by name, and with all."""
+    """One line of the first table. ``errors``: with the sites of one name masked, name by name, and with all sites
+    masked."""
 
     label: str
     l0: float
@@ -53,13 +54,13 @@ class Row(NamedTuple):
 
 
 def masked_errors(problem: Problem, parts: Components, weights: Weights, inputs: Array, masks: Masks) -> Array:
-    """The KL, a mean over positions, with each of the masks of `alone`; the clean pass is run once."""
+    """Returns the KL, as a mean over positions, with each of the masks of `alone`. The clean pass runs once."""
     passes = masked_passes(problem, parts, weights, inputs)
     return jnp.stack([passes.error(given) for given in alone(masks)])
 
 
 def alone(masks: Masks) -> Iterator[Masks]:
-    """Masks with all on but at the sites of one name, name by name; then those that are given."""
+    """Yields, name by name, masks that are all on except at the sites of that name; then the given masks."""
     whole = jax.tree.map(jnp.ones_like, masks)
     for name, own in masks.items():
         yield {**whole, name: own}
@@ -67,7 +68,7 @@ def alone(masks: Masks) -> Iterator[Masks]:
 
 
 def measure(run: Run, batch: Array, others: Sequence[Array], ks: Sequence[int]) -> tuple[list[Row], Masks]:
-    """Rows of the first table, and λ by stack. ``others``: batches that baselines are weighted by."""
+    """Returns the rows of the first table, and λ by stack. ``others``: batches by which baselines are weighted."""
     problem = for_attribution(run.problem)
     baselines = Measurement(run, [batch], others, (1,), 0, True, "activation")
 
@@ -88,7 +89,7 @@ def measure(run: Run, batch: Array, others: Sequence[Array], ks: Sequence[int]) 
 
 
 def frequencies(importances: Masks) -> Iterator[list[str]]:
-    """Rows of the second table."""
+    """Yields the rows of the second table."""
     for name, masks in importances.items():
         on = np.asarray(masks) > 0
         share = on.mean(axis=tuple(range(1, on.ndim - 1)))  # by layer and component

@@ -40,18 +40,18 @@ CONFIGS = ROOT / "configs" / "toys"
 TABLE = ROOT / "docs" / "measurements" / "table1.md"
 TITLE = "# Table 1: the toy models\n"
 WRITTEN = "Written by `python"
-"""Where the figures of the page begin. What lies between the title and them was written by hand, and stays."""
+"""The beginning of the figures on the page. What lies between the title and this was written by hand, and stays."""
 WANTED = "Wanted: MMCS ≥ 0.998, |ML2R − 1| ≤ 0.02 (40-10+ID: 0.035), identity errors 0; ResidMLP-1's `mlp_out` ≤ 2."
-"""Where the figures of the page end. What follows was written by hand, and stays."""
+"""The end of the figures on the page. What follows was written by hand, and stays."""
 
 
 @dataclass(frozen=True)
 class Experiment:
     """A configuration under configs/toys, the seeds that are run by default, and what is expected of it.
 
-    ``mmcs``, ``ml2r``: published mean and standard deviation. ``slack``: how far ML2R may be from 1 here.
-    ``expected``: by site, the pattern and the number of components (features, or dense columns) at the end.
-    ``tolerance``: errors allowed by site.
+    ``mmcs``, ``ml2r``: published mean and standard deviation. ``slack``: how far ML2R may be from 1 here. ``expected``:
+    the pattern and the number of components (features, or dense columns) at the end, by site. ``tolerance``: the number
+    of errors allowed, by site.
     """
 
     name: str
@@ -104,9 +104,9 @@ EXPERIMENTS = (
 
 @dataclass(frozen=True)
 class Result:
-    """One run as it stands. ``step``: of its last evaluation, None before the first one. ``seconds``: wall time;
-    ``step_seconds``: median wall time of a training step, None before the first logged one. ``device``: what it ran on
-    last, as JAX names it."""
+    """The current state of one run. ``step``: that of its last evaluation, None before the first one. ``seconds``: wall
+    time. ``step_seconds``: the median wall time of a training step, None before the first logged one. ``device``: what
+    it ran on last, as JAX names it."""
 
     seed: int
     step: int | None
@@ -121,20 +121,20 @@ class Result:
 
 
 def run_folder(out: Path, name: str, seed: int) -> Path:
-    """Where a run lives: its id is a digest of what it is, so that it is found again."""
+    """Returns the folder of a run. Its id is a digest of the arguments, so that the run is found again."""
     return out / name / f"p-{hashlib.sha256(f'{name} {seed}'.encode()).hexdigest()[:8]}"
 
 
 def run(out: Path, name: str, seed: int, until: int | None) -> None:
-    """`pd train`, from the beginning or from the last checkpoint; with ``until`` stopped after that step and evaluated
-    there."""
+    """Runs `pd train`, from the beginning or from the last checkpoint. With ``until``, the run stops after that step
+    and is evaluated there."""
     folder = run_folder(out, name, seed)
     clock = folder.with_suffix(".seconds")
     if (folder / CONFIG_FILE).is_file():
         arguments = ["--resume", str(folder)]
     else:
         if folder.exists():
-            shutil.rmtree(folder)  # killed before it was told what it is: nothing is in it
+            shutil.rmtree(folder)  # killed before its configuration was written: it holds nothing
         settings = {"out_dir": folder.parent, "run_id": folder.name, "pd.seed": seed}
         sets = [argument for key, value in settings.items() for argument in ("--set", f"{key}={value}")]
         arguments = [str(CONFIGS / f"{name}.yaml"), *sets]
@@ -159,7 +159,8 @@ def run(out: Path, name: str, seed: int, until: int | None) -> None:
 
 
 def evaluate(folder: Path) -> None:
-    """Keeps an evaluation of the newest checkpoint beside a run; it counts more than one of that step in the run."""
+    """Keeps an evaluation of the newest checkpoint beside a run. It takes precedence over the run's own evaluation at
+    that step."""
     found = evaluate_run(folder)
     folder.with_suffix(".evaluated").write_text(json.dumps({"step": found.step, **found.row}))
 
@@ -170,13 +171,13 @@ def seconds(folder: Path) -> float:
 
 
 def last_step(folder: Path) -> int | None:
-    """The step of the newest row, None without one."""
+    """Returns the step of the newest row; None without one."""
     rows = read_metrics(folder)
     return rows[-1]["step"] if rows else None
 
 
 def read_result(out: Path, name: str, seed: int) -> Result | None:
-    """None for a run that was never started."""
+    """Returns the result of a run; None for one that was never started."""
     folder = run_folder(out, name, seed)
     if not folder.exists():
         return None
@@ -205,13 +206,14 @@ def finished(result: Result | None, experiment: Experiment) -> bool:
 # --- the figures ---
 
 Results = dict[str, dict[int, Result]]
-"""By the experiment's name and the seed."""
+"""Results by the experiment's name and the seed."""
 
 
 def update_results(kept: Path, out: Path) -> Results:
-    """What the file ``kept`` holds (it need not be there) and what the run folders under ``out`` add, written back.
+    """Merges what the file ``kept`` holds (it need not exist) and what the run folders under ``out`` add, and writes it
+    back.
 
-    Of a run that is in both, the one that went further counts, else the folder's.
+    For a run that is in both, the result with more steps counts; with equal steps, the folder's.
     """
     found: Results = {experiment.name: {} for experiment in EXPERIMENTS}
     if kept.is_file():
@@ -233,7 +235,7 @@ def update_results(kept: Path, out: Path) -> Results:
 
 
 def figures(found: Results) -> str:
-    """The page from `WRITTEN` to `WANTED`, of whatever has been run."""
+    """Returns the page from `WRITTEN` to `WANTED`, for everything that has been run."""
     toys = [(e, [result for _, result in sorted(found[e.name].items())]) for e in EXPERIMENTS]
     tms = "| seeds | MMCS | published | ML2R | published | errors by site | time"
     every = "| seed | step | MMCS | ML2R | expected, errors | as wanted | time | of a step"
@@ -282,7 +284,7 @@ def _cells(experiment: Experiment, result: Result) -> Sequence[str]:
 
 
 def as_wanted(experiment: Experiment, result: Result) -> bool:
-    """Whether a finished run is what this project promises of it."""
+    """Returns whether a finished run is what this project promises."""
     if experiment.mmcs is not None:
         mmcs, ml2r = result.row["eval/tms/mmcs"], result.row["eval/tms/ml2r"]
         if mmcs < 0.998 or abs(ml2r - 1) > experiment.slack:

@@ -39,7 +39,8 @@ def hook_of(text: str) -> Hook:
 def train(
     run: Run, dictionary: Dictionary, n_latents: int, steps: int, rows: int, sparsity: float, seed: int
 ) -> tuple[dict[str, np.ndarray], float, float]:
-    """Tensors, and of the last 50 batches the share of the variance that they do not explain and L0."""
+    """Returns the tensors, and, over the last 50 batches, the share of the variance that they do not explain, and
+    L0."""
     target: Any = for_attribution(run.problem).target
     rng = np.random.default_rng(seed)
     d = target.architecture.d_model

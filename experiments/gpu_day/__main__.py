@@ -1,4 +1,4 @@
-"""The command."""
+"""The command line of a day with a GPU."""
 
 import argparse
 import json
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _asked(options: argparse.Namespace) -> Asked:
-    """What the options say, with defaults in place and paths absolute. UserError for what cannot be."""
+    """Returns what the options say, with defaults filled in and paths absolute. Raises UserError for impossible
+    options."""
     for option, value in (("--seconds", options.seconds), ("--decompose-seconds", options.decompose_s)):
         if value is not None and not 30 <= value < 1e6:
             raise UserError(f"{option} {value:g}: should be at least 30")
@@ -78,7 +79,7 @@ def _asked(options: argparse.Namespace) -> Asked:
 
 
 def _run(options: argparse.Namespace, asked: Asked) -> int:
-    """The exit status."""
+    """Runs the command, and returns its exit status."""
     if options.one is not None:
         print(json.dumps(_one(options.one, options.given, asked), default=str))
         return 0
@@ -107,8 +108,8 @@ def _run(options: argparse.Namespace, asked: Asked) -> int:
 def _one(name: str, given: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
     """Measures one item, or describes the "machine".
 
-    ``given``: for a decomposition its folder, `run`, and the settings of its configuration, `planned`; for a step that
-    is to be planned without the card, the card's name, `card`.
+    ``given``: for a decomposition, its folder `run` and the settings of its configuration, `planned`; for a step that
+    is planned without the card, the card's name, `card`.
     """
     if name == "machine":
         from experiments.gpu_day.measure import machine

@@ -1,4 +1,4 @@
-"""The cards of this machine, as `nvidia-smi` tells, and their rates."""
+"""The cards of this machine, as reported by `nvidia-smi`, and their rates."""
 
 import csv
 import os
@@ -12,7 +12,7 @@ from param_decomp_lab.probe.cards import TABLE
 
 @dataclass(frozen=True)
 class Card:
-    """``memory``, ``used``: bytes, of all processes together."""
+    """A card. ``memory``, ``used``: in bytes, for all processes together."""
 
     name: str
     memory: int
@@ -21,7 +21,7 @@ class Card:
 
 
 def cards_here() -> list[Card]:
-    """Those that CUDA programs see; none where there is no `nvidia-smi`."""
+    """Returns the cards that CUDA programs see; none without `nvidia-smi`."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", *_visible()]
     try:
         said = subprocess.run([*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=60)
@@ -41,13 +41,13 @@ def _visible() -> Sequence[str]:
 
 
 def table_name(device: str) -> str | None:
-    """The name that a card has in ``cards.csv`` (`h200`), from what CUDA calls it (NVIDIA H200); None for one that is
-    not there, a variant with other rates included."""
+    """Returns the name of a card in ``cards.csv`` (`h200`), given its name in CUDA (NVIDIA H200); None for a card that
+    is not listed, including variants with other rates."""
     rows = csv.DictReader(TABLE.read_text().splitlines())
     return next((row["name"] for row in rows if row["description"].startswith(device)), None)
 
 
 def rates_of(device: str) -> Rates | None:
-    """What the vendor promises of it."""
+    """Returns the rates that the vendor promises."""
     name = table_name(device)
     return None if name is None else card_rates(TABLE.read_text())[name]

@@ -1,4 +1,4 @@
-"""One item after the other, until all are measured or the time is over."""
+"""Measures items in sequence, until all are measured or the time is over."""
 
 import json
 import os
@@ -25,16 +25,16 @@ from param_decomp_lab.processes.stop_signal import STOPPED
 from param_decomp_lab.runs.folder import commit_of_the_code
 
 PATIENCE_S = 90.0
-"""Time for a run that is told to stop, to save and to write its report."""
+"""The time that a run has for saving and for its report when it is told to stop."""
 RESERVE_S = PATIENCE_S + 30.0
-"""Left at the end of a decomposition that does not end in time."""
+"""The time reserved at the end of a decomposition that does not end in time."""
 TAKEN = GIB
-"""Bytes of a card that show that somebody else uses it."""
+"""The bytes in use from which a card counts as used by somebody else."""
 
 
 @dataclass(frozen=True)
 class Day:
-    """``ends``: as of `time.monotonic`."""
+    """One call of the command. ``ends``: when it must end, in terms of `time.monotonic`."""
 
     asked: Asked
     results: Results
@@ -46,7 +46,7 @@ class Day:
         return self.ends - time.monotonic()
 
     def run(self) -> bool:
-        """Whether everything is measured."""
+        """Measures what is missing. Returns whether everything is measured."""
         try:
             self._describe_machine()
             for number, item in enumerate(self.asked.items, 1):
@@ -63,7 +63,7 @@ class Day:
         return [i.name for i in self.asked.items if not self.results.is_done(i) and not self._reason_against(i)]
 
     def plan(self, card: str | None) -> None:
-        """Counts the arithmetic of the measured steps that lack it, and plans them for the card, by its name in
+        """Counts the arithmetic of the measured steps that lack it, and plans them for ``card``, a name in
         ``cards.csv``."""
         missing = [step for step in self.measured_steps() if not self.results.is_planned(step, card)]
         at_once = max(1, self.asked.beside)
@@ -91,7 +91,7 @@ class Day:
             write_whole(self.asked.page, page(self.results.all))
 
     def _job(self, name: str, variables: Mapping[str, str], given: Mapping[str, Any]) -> Job:
-        """A process that does what `__main__._one` says of the item's name and what is given."""
+        """Starts a process that calls `__main__._one` with the item's name and what is given."""
         asked = self.asked
         words = ["--one", name, "--given", json.dumps(given), "--work", str(asked.work), *["--toy"] * asked.toy]
         for option, value in (("--smollm2", asked.smollm2), ("--text", asked.text)):
@@ -100,8 +100,8 @@ class Day:
         return Job(words, asked.work / "logs" / log, {**(ON_CPU if asked.toy else {}), **variables})
 
     def _describe_machine(self) -> None:
-        """Once; else compares it with the one described. UserError for one where nothing can be measured, or another
-        than before."""
+        """Describes the machine once; later it compares the machine with that description. Raises UserError if nothing
+        can be measured here, or if it is another machine."""
         here, there = [card.name for card in self.cards], self.results.all.get("machine")
         if there is not None:
             if there["cards"] != here:
@@ -124,13 +124,13 @@ class Day:
         self.results.write()
 
     def _one_card(self) -> dict[str, str]:
-        """Variables that show a process one card alone."""
+        """Returns environment variables with which a process sees only one card."""
         if not self.cards:
             return {}
         return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"}
 
     def _reason_against(self, item: Item) -> str:
-        """Why it cannot be measured on this machine, in no later call either; empty if it can."""
+        """Returns why an item can never be measured on this machine; empty if it can."""
         if isinstance(item, Links) and not item.simulated and len(self.cards) < 2:
             return "one card has no links"
         if item.needs:
@@ -145,7 +145,7 @@ class Day:
         return ""
 
     def _measure(self, item: Item) -> None:
-        """Measures it, unless there is a reason against it, and adds the result."""
+        """Measures an item, unless there is a reason against it, and adds the result."""
         against, needed = self._reason_against(item), self.results.all["measured"].get(item.needs, {})
         if not against and item.needs and "step_s" not in needed:
             against = f"needs {item.needs} first"
@@ -154,7 +154,7 @@ class Day:
         if against:
             self._say(f"    {against}")
             return
-        for _ in range(15):  # what a killed process held takes a moment to go
+        for _ in range(15):  # the memory of a killed process takes a moment to be freed
             if not any(card.used > TAKEN for card in cards_here()[: len(self.cards)]):
                 break
             time.sleep(2)
@@ -164,7 +164,7 @@ class Day:
         if isinstance(item, Decomposition):
             given, limits = self._run(item, before, needed), (self.left_s - RESERVE_S, PATIENCE_S)
             noted |= given
-            # Before it begins: a later call goes on.
+            # Stored before the run begins, so that a later call can resume it.
             self.results.add("measured", item, {**noted, "unfinished": True, "stopped": "with the command", "tries": 0})
         job = self._job(item.name, self._variables(item, needed), given)
         self.results.add("measured", item, {"tries": before.get("tries", 0) + 1, **job.result(*limits), **noted})
@@ -172,7 +172,7 @@ class Day:
         self._say(f"    {line(self.results.of(item))}")
 
     def _variables(self, item: Item, needed: Mapping[str, Any]) -> dict[str, str]:
-        """The environment variables of the item's process."""
+        """Returns the environment variables of the item's process."""
         match item:
             case Links(simulated=devices):
                 return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"} if devices else {}
@@ -187,7 +187,7 @@ class Day:
         return self._one_card()
 
     def _run(self, item: Decomposition, before: Mapping[str, Any], needed: Mapping[str, Any]) -> dict[str, Any]:
-        """The run's folder and how long it is to be: those of an earlier call, or new ones."""
+        """Returns the run's folder and its planned length: those of an earlier call, or new ones."""
         if "run" in before and (Path(before["run"]) / "config.yaml").is_file():
             return {"run": before["run"], "planned": before["planned"]}
         seconds = self.asked.decompose_s or min(item.most_s, self.left_s - RESERVE_S) - item.after_s
@@ -202,7 +202,7 @@ class Day:
 
 
 def line(result: Mapping[str, Any]) -> str:
-    """One line for the terminal."""
+    """Returns one line for the terminal."""
     shown = {key: result[key] for key in ("step_s", "compile_s", "reached", "report", "stopped") if key in result}
     if "plan" in result:
         shown["plan"] = f"{result['plan']['peak'] / GIB:.3f} GiB"
@@ -217,7 +217,8 @@ def _cards(names: Sequence[str]) -> str:
 
 
 def run_day(asked: Asked) -> int:
-    """Exit status: 0, or 75 where something is left. UserError for what cannot be measured."""
+    """Measures what was asked for. Returns the exit status: 0, or 75 if something is left. Raises UserError for what
+    cannot be measured."""
     ends = time.monotonic() + asked.seconds
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cards = [] if asked.toy else cards_here()
@@ -255,7 +256,8 @@ def run_day(asked: Asked) -> int:
 def run_plans(asked: Asked) -> int:
     """Adds, on a machine without the card, the plans of `pd probe` that the measured steps lack.
 
-    Exit status: 0, or 75 where one is missing yet. UserError for figures of a card or a JAX that it cannot plan for.
+    Returns the exit status: 0, or 75 if one is still missing. Raises UserError for figures of a card or a version of
+    JAX for which it cannot plan.
     """
     day = Day(asked, Results(asked.json), time.monotonic() + asked.seconds, ())
     machine = day.results.all["machine"]

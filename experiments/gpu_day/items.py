@@ -1,4 +1,4 @@
-"""What is measured, in order."""
+"""The items that are measured, in order."""
 
 import json
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ PARTS = ("products", "plan", "step", "phases", "toys", "links", "decompose", "la
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """Measured in a process of its own.
+    """Something that is measured in a process of its own.
 
-    ``parts``: those that show it. ``expected_s``: it is not begun with less time left. ``needs``: the name of the item
-    whose result it depends on.
+    ``parts``: the parts that show it. ``expected_s``: the time it is expected to take; with less time left it is not
+    started. ``needs``: the name of the item whose result it depends on.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Item:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What the result depends on, as JSON has it: a result for something else is not taken for one of this."""
+        """What the result depends on, as JSON has it: a result for other settings does not count for this item."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         for name in ("name", "parts", "expected_s"):
             del found[name]
@@ -38,10 +38,10 @@ class Item:
 class Step(Item):
     """A configuration whose training step is measured.
 
-    ``policy``: the memory preset, of those that are compared. ``rounds``: dispatches that are timed, after a first.
-    ``traced``: by the profiler, without CUDA graphs, whose kernels have no names. ``plan_gib``: what `pd probe` says it
-    needs; it is not begun on a card that has less. ``over_plan``: GiB that JAX's memory is larger than the plan of the
-    item ``needs``, in place of 0.92 of the card.
+    ``policy``: the memory preset, for those that are compared. ``rounds``: the number of timed dispatches, after a
+    first one. ``traced``: whether the profiler traces it, without CUDA graphs, whose kernels have no names.
+    ``plan_gib``: what `pd probe` says it needs; it is not started on a card with less. ``over_plan``: the GiB by which
+    JAX's memory exceeds the plan of the item ``needs``, in place of 0.92 of the card.
     """
 
     config: str
@@ -55,8 +55,8 @@ class Step(Item):
 
 @dataclass(frozen=True, kw_only=True)
 class Products(Item):
-    """V U of Δ, by every way in which it could be computed. ``shape``: d_in, C, d_out. ``checked``: rows and columns of
-    V U, at most, that are compared with float64."""
+    """V U of Δ, in every way in which it could be computed. ``shape``: d_in, C, d_out. ``checked``: the most rows and
+    columns of V U that are compared with float64."""
 
     shape: tuple[int, int, int]
     checked: int = 512
@@ -64,9 +64,9 @@ class Products(Item):
 
 @dataclass(frozen=True, kw_only=True)
 class Links(Item):
-    """Collectives between this machine's cards. ``sizes``: of messages, in bytes. ``few``: how many of these, from the
-    smallest on, also in groups of fewer devices. ``simulated``: CPU devices in place of cards; ``nodes``: among which
-    the devices are divided."""
+    """Collectives between this machine's cards. ``sizes``: those of messages, in bytes. ``few``: how many of the
+    smallest sizes are also measured in groups of fewer devices. ``simulated``: the number of CPU devices in place of
+    cards. ``nodes``: the number of nodes over which the devices are divided."""
 
     sizes: tuple[int, ...]
     few: int = 3
@@ -76,10 +76,10 @@ class Links(Item):
 
 @dataclass(frozen=True, kw_only=True)
 class Decomposition(Item):
-    """A run of `pd train`. ``needs``: the item that has the same step. ``most_s``: no longer than that. ``steps``: as
-    many instead of what ends in time. ``seq_len``, ``tokens``: of the rows to train on, and how many at most.
-    ``after``: commands of `pd` for the finished run, whose folder follows the first word. ``after_s``: the time that
-    the run leaves them."""
+    """A run of `pd train`. ``needs``: the item that has the same step. ``most_s``: its longest time. ``steps``: a fixed
+    number of steps instead of as many as fit in the time. ``seq_len``, ``tokens``: the length of the rows to train on,
+    and the most tokens. ``after``: commands of `pd` for the finished run, whose folder follows the first word.
+    ``after_s``: the time left for these."""
 
     config: str
     sets: tuple[str, ...]
@@ -95,7 +95,8 @@ ONE_DEVICE = ("mesh={replica: 1, fsdp: 1}", "eval=null")
 
 
 def _layer_18(policy: str, delta: str, batch: int, plan_gib: float, and_more: str = "", **more: Any) -> Step:
-    """``delta``: `numerics.delta`. Results of names without it, in docs/measurements, are those of an older program."""
+    """Returns a step of layer 18. ``delta``: `numerics.delta`. Results in docs/measurements whose names lack it come
+    from an older program."""
     sets = (
         *ONE_DEVICE,
         "data.max_seq_len=512",
@@ -110,7 +111,7 @@ def _layer_18(policy: str, delta: str, batch: int, plan_gib: float, and_more: st
 
 
 def _traced(step: Step, expected_s: float = 130.0) -> Step:
-    """The same step, for its phases."""
+    """Returns the same step, traced for its phases."""
     name = f"{step.name}, traced"
     return replace(step, name=name, parts=("phases",), expected_s=expected_s, traced=True, needs=step.name)
 
@@ -128,7 +129,7 @@ _SMOLLM2 = (
     "runtime.autocast_bf16=true",
     "memory={preset: balanced}",
 )
-"""At 64 times its batch: the settings were tuned for 256 tokens a step, on a CPU."""
+"""Settings for 64 times the batch of SmolLM2's configuration, which was tuned for 256 tokens per step on a CPU."""
 _SMOLLM2_STEP = Step(
     name="SmolLM2-135M, balanced, 64 × 256", parts=("plan", "step"), expected_s=60.0,
     config="configs/demo-smollm2-transformer.yaml", sets=("eval=null", *_SMOLLM2), rounds=20,
@@ -136,7 +137,7 @@ _SMOLLM2_STEP = Step(
 
 
 def _layers(name: str, config: str, plan_gib: float, expected_s: float) -> tuple[Step, Decomposition]:
-    """Many layers of SmolLM2, with the comparison and the harvest that follow."""
+    """Returns the items for many layers of SmolLM2, including the comparison and the harvest that follow."""
     step = Step(
         name=f"SmolLM2-135M, {name}, 16 × 256", parts=("layers",), expected_s=expected_s, config=config,
         sets=("eval=null",), rounds=20, plan_gib=plan_gib,
@@ -152,9 +153,9 @@ def _layers(name: str, config: str, plan_gib: float, expected_s: float) -> tuple
 _ONE_CARD = _layer_18("one_card", "split", 8, 78.1, expected_s=130.0)
 _BALANCED = _layer_18("balanced", "split", 8, 60.4)
 
-# Plans are those of `pd probe`; of `one_card` and `balanced` with 8 rows and Δ split those of 28 November 2026, JAX
-# 0.10.2; the others are older. 0.92 of a card of 80 GB are 73.3 GiB; the target and the state of layer 18 take 44.
-# The first seven are meant for a quarter of an hour.
+# Plans come from `pd probe`. Those of `one_card` and `balanced` with 8 rows and Δ split are of 28 November 2026, JAX
+# 0.10.2; the others are older. 0.92 of a card of 80 GB are 73.3 GiB; the target and the state of layer 18 take 44. The
+# first seven items should fit in a quarter of an hour.
 ITEMS: tuple[Item, ...] = (
     Products(name="V U in Δ", parts=("products",), expected_s=60.0, shape=(4096, 24576, 14336)),
     _ONE_CARD,
@@ -197,7 +198,7 @@ _TINY = (
 
 
 def toy_items(work: Path) -> tuple[Item, ...]:
-    """A small item of every kind, for a CPU. ``work``: a folder for the description of a small target."""
+    """Returns a small item of every kind, for a CPU. ``work``: a folder for the description of a small target."""
     target = work / "tiny-target"
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(_TINY_TARGET))
@@ -240,9 +241,9 @@ def named(items: Sequence[Item], name: str) -> Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the command was asked for. ``decompose_s``: how long the decomposition is to be; None: as long as time is
-    left, within the item's own limit. ``smollm2``: a folder with its weights, ``text``: what to train on in place of
-    the standard library. ``beside``: processes that compile without the card, after the measurements."""
+    """What the command was asked for. ``decompose_s``: the length of the decomposition; None: as long as time is left,
+    within the item's own limit. ``smollm2``: a folder with its weights. ``text``: what to train on in place of the
+    standard library. ``beside``: the number of processes that compile without the card, after the measurements."""
 
     parts: Sequence[str]
     json: Path
@@ -261,7 +262,7 @@ class Asked:
 
     @cached_property
     def items(self) -> Sequence[Item]:
-        """Those of the parts asked for, and what these need, in order."""
+        """The items of the parts asked for, and those that they need, in order."""
         every = self.every
         wanted = {item.name for item in every if {*item.parts} & {*self.parts}}
         wanted |= {item.needs for item in every if item.name in wanted}

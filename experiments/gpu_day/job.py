@@ -1,4 +1,5 @@
-"""One measurement in a process of its own, which prints a line of JSON; none outlives the process that started it."""
+"""One measurement in a process of its own, which prints a line of JSON and does not outlive the process that started
+it."""
 
 import ctypes
 import json
@@ -25,14 +26,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Between fork and exec: the new process is killed when its parent ends, or it would go on holding the card."""
+    """Makes the system kill the new process when its parent ends; otherwise it would keep holding the card. Runs
+    between fork and exec."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Job:
-    """`python -m experiments.gpu_day` with these ``words``, under way. Its messages are in ``log``. Ctrl-C reaches the
-    process that started it alone."""
+    """A running `python -m experiments.gpu_day` with these ``words``. Its messages are in ``log``. Ctrl-C reaches only
+    the process that started it."""
 
     def __init__(self, words: Sequence[str], log: Path, extra: Mapping[str, str]) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -45,8 +47,9 @@ class Job:
             )  # fmt: skip
 
     def result(self, limit_s: float, patience_s: float = 0.0) -> dict[str, Any]:
-        """What it prints within the limit. ``failed`` says why it found nothing, ``unfinished`` that it may be tried
-        again. ``patience_s``: after the limit, and SIGTERM, to say what there is."""
+        """Returns what the process prints within the limit. ``failed`` says why there is no result, ``unfinished`` that
+        it may be tried again. ``patience_s``: the time after the limit and SIGTERM in which it can still print what it
+        has."""
         out, in_time = "", True
         try:
             out = self._process.communicate(timeout=max(1.0, limit_s))[0]
@@ -69,7 +72,7 @@ class Job:
         return {"failed": f"status {self._process.returncode}, {self._log}: {last}", "unfinished": True}
 
     def end(self) -> None:
-        """Kills it, with its own children."""
+        """Kills the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

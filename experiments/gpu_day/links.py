@@ -32,16 +32,17 @@ from param_decomp_lab.processes.joining import joined
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 TWICE = ("all-to-all", "collective-permute")
-"""Operations of which two make a round."""
+"""Operations of which an iteration has two."""
 AXES = ("others", "group")
-"""Groups lie along the second; those along the first do the same at the same time."""
+"""The axes of the mesh: groups lie along the second one, and the groups along the first do the same at the same
+time."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One collective. ``link``: what it goes over. ``group``: how many devices. ``payload``: bytes of an all-gather's
-    result, else of the operand, of one device. ``ring``: bytes that each device sends to the next, ``hops``: how often
-    one after the other. ``seconds``: of one, the median."""
+    """One collective. ``link``: what it is sent over. ``group``: the number of devices. ``payload``: the bytes of one
+    device's operand, or of its result for an all-gather. ``ring``: the bytes that each device sends to the next.
+    ``hops``: how often in sequence. ``seconds``: the median time of one."""
 
     kind: str
     link: str
@@ -54,9 +55,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Fit:
-    """``seconds = start_s + hops · hop_s + ring / rate_Bps``, with the smallest relative deviations. ``latency_s``:
-    start and hops in a group of ``group`` devices, the largest. ``hop_s``: None where all messages have the same number
-    of hops, which are then in the start. ``off``: the largest relative deviation of a message."""
+    """The fit ``seconds = start_s + hops · hop_s + ring / rate_Bps`` with the smallest relative deviations.
+    ``latency_s``: start and hops in a group of ``group`` devices, the largest group. ``hop_s``: None if all messages
+    have the same number of hops, which are then in the start. ``off``: the largest relative deviation of a message."""
 
     kind: str
     link: str
@@ -69,7 +70,8 @@ class Fit:
 
 
 def fit(messages: Sequence[Message]) -> Fit:
-    """The start and the rate of messages of one kind over one link. ValueError where they tell no rate."""
+    """Returns start and rate for messages of one kind over one link. Raises ValueError if they do not determine a
+    rate."""
     if len({m.ring for m in messages}) < 2:
         raise ValueError("messages of one size tell no rate")
     seconds = np.array([m.seconds for m in messages])
@@ -90,7 +92,7 @@ def fit(messages: Sequence[Message]) -> Fit:
 
 
 def fit_all(messages: Sequence[Message]) -> tuple[list[Fit], list[str]]:
-    """A fit for each kind and link, and for those that have none the reason."""
+    """Returns a fit for each kind and link, and the reason for those without one."""
     fits, reasons = [], []
     for kind, link in dict.fromkeys((m.kind, m.link) for m in messages):
         theirs = [m for m in messages if (m.kind, m.link) == (kind, link)]
@@ -102,7 +104,8 @@ def fit_all(messages: Sequence[Message]) -> tuple[list[Fit], list[str]]:
 
 
 def measure_links(item: Links) -> dict[str, Any]:
-    """Every kind over every link, in groups of 2, 4, … devices of a node and in groups of a device of each node."""
+    """Measures every kind over every link, in groups of 2, 4, … devices of a node and in groups with one device of each
+    node."""
     messages, failed = [], []
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     for link, group, sizes in plan(len(devices), item.nodes, item.sizes, item.few):
@@ -125,8 +128,8 @@ def measure_links(item: Links) -> dict[str, Any]:
 
 
 def plan(devices: int, nodes: int, sizes: Sequence[int], few: int) -> Iterator[tuple[str, int, Sequence[int]]]:
-    """Link, devices of a group, sizes: all sizes in the largest group, the ``few`` smallest ones in others, where hops
-    tell."""
+    """Yields link, devices of a group, and sizes: all sizes in the largest group, the ``few`` smallest ones in others,
+    where the number of hops shows."""
     per_node = devices // nodes
     groups = [n for n in (2**k for k in range(1, 11)) if n <= per_node and per_node % n == 0]
     if per_node > 1 and per_node not in groups:
@@ -138,17 +141,17 @@ def plan(devices: int, nodes: int, sizes: Sequence[int], few: int) -> Iterator[t
 
 
 def group_mesh(devices: Sequence[Any], link: str, group: int, nodes: int) -> Mesh:
-    """``devices``: node by node."""
+    """Returns a mesh of groups of devices. ``devices``: node by node."""
     if link == "node":
         return Mesh(np.array(devices).reshape(-1, group), AXES)
     return Mesh(np.array(devices).reshape(nodes, -1).T, AXES)
 
 
 def time_one(kind: str, link: str, mesh: Mesh, size: int, per_node: int, runs: int = 5) -> Message:
-    """ValueError where the compiled program is not what it should be."""
+    """Measures one kind at one size. Raises ValueError if the compiled program is not what it should be."""
     on_cpu = jax.default_backend() == "cpu"
     repeats = 4 if on_cpu else max(8, min(256, 2**30 // size))
-    # A CPU has no sums of bf16: XLA would send twice the bytes.
+    # CPUs do not sum in bf16: XLA would send twice the bytes.
     program, shape = many(kind, mesh, size, repeats, jnp.float32 if on_cpu else jnp.bfloat16)
     x = jax.jit(lambda: jnp.zeros(shape.shape, shape.dtype), out_shardings=shape.sharding)()
     compiled = program.lower(x).compile()
@@ -163,7 +166,7 @@ def time_one(kind: str, link: str, mesh: Mesh, size: int, per_node: int, runs: i
 
 
 def many(kind: str, mesh: Any, size: int, repeats: int, dtype: Any) -> tuple[Any, jax.ShapeDtypeStruct]:
-    """A jitted function of ``repeats`` collectives of ``size`` bytes, and what it takes."""
+    """Returns a jitted function of ``repeats`` collectives of ``size`` bytes, and the shape of its argument."""
     group = mesh.shape["group"]
     each = max(1, size // group // jnp.dtype(dtype).itemsize)
     local = each if kind == "all-gather" else each * group
@@ -178,7 +181,7 @@ def many(kind: str, mesh: Any, size: int, repeats: int, dtype: Any) -> tuple[Any
 
 
 def _next(kind: str, x: Any, i: Any, each: int, group: int) -> Any:
-    """What the next collective takes, after one (or two) of ``x``; nothing of a message's size is copied for that."""
+    """Returns the argument of the next collective, after one (or two) of ``x``, without a copy of a message's size."""
     match kind:
         case "all-gather":
             gathered = lax.all_gather(x, "group", tiled=True)
@@ -187,7 +190,7 @@ def _next(kind: str, x: Any, i: Any, each: int, group: int) -> Any:
             part = lax.psum_scatter(x, "group", tiled=True)
             return lax.dynamic_update_slice(x, part[:1], (i % group * each,))
         case "all-reduce":
-            # What all devices have alike, XLA would multiply by their number.
+            # XLA would replace the sum of equal values on all devices by a multiplication.
             own = (lax.axis_index("group") + i).astype(x.dtype)[None]
             return lax.dynamic_update_slice(lax.psum(x, "group"), own, (0,))
         case "all-to-all":
@@ -197,12 +200,13 @@ def _next(kind: str, x: Any, i: Any, each: int, group: int) -> Any:
 
 
 def _there(collective: Callable[[Any], Any], x: Any) -> Any:
-    """Twice: the second result can lie where ``x`` was. One alone would be copied there."""
+    """Applies the collective twice, so that the second result can lie where ``x`` was. The result of one would be
+    copied there."""
     return collective(lax.optimization_barrier(collective(x)))
 
 
 def only_collective(text: str, kind: str, repeats: int, per_node: int) -> Collective:
-    """The one that the program consists of, as often as it should."""
+    """Returns the only collective of the program, after checking that it runs as often as it should."""
     found = traffic(text, per_node).collectives
     right = [one for one, times in found.items() if one.kind == kind and times == repeats]
     if len(found) != 1 or not right:
@@ -212,7 +216,7 @@ def only_collective(text: str, kind: str, repeats: int, per_node: int) -> Collec
 
 
 def as_table(fits: Sequence[Fit]) -> str:
-    """Rows to be pasted beside the cards' rates."""
+    """Returns rows to paste next to the cards' rates."""
     rows = ["kind,link,group,latency_s,start_s,hop_s,rate_Bps"]
     for one in fits:
         hop = "" if one.hop_s is None else f"{one.hop_s:.3g}"

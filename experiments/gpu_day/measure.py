@@ -1,8 +1,9 @@
-"""A configuration's training step on the card: plan, live memory, times, phases. And what can be told without the card.
+"""A configuration's training step on the card: plan, live memory, times, phases; and what can be computed without the
+card.
 
-JAX takes 0.92 of the memory at the start, as in a run (slurm/task.sh). What its allocator has handed out at most
-(`peak_bytes_in_use`) is then compared with XLA's plan; what the driver counts beyond JAX's memory is the libraries'
-(contexts, kernels, graphs).
+JAX takes 0.92 of the memory at the start, as in a run (slurm/task.sh). The peak of its allocator (`peak_bytes_in_use`)
+is then compared with XLA's plan. What the driver counts beyond JAX's memory belongs to libraries (contexts, kernels,
+graphs).
 """
 
 import os
@@ -44,7 +45,8 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-n
 
 
 def machine(toy: bool) -> dict[str, Any]:
-    """What the figures are measured on, and with what. ``toy``: products and copies of sizes for a CPU."""
+    """Describes the machine and the software of the measurements. ``toy``: measures products and copies of sizes for a
+    CPU."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
@@ -57,7 +59,7 @@ def machine(toy: bool) -> dict[str, Any]:
 
 
 def median_s(work: Callable[[], Any], times: int) -> float:
-    """Seconds of one of ``times`` that begin one right after the other; the first three are not counted."""
+    """Returns the median seconds of ``times`` back-to-back calls; the first three are not counted."""
     jax.block_until_ready([work() for _ in range(3)])
     found = []
     for _ in range(7):
@@ -68,7 +70,8 @@ def median_s(work: Callable[[], Any], times: int) -> float:
 
 
 def measure_rates(size: int = 8192, copied: int = 4 << 30) -> dict[str, Any]:
-    """FLOP/s of bf16 products of two square matrices of normal numbers; bytes/s, read and written, of a copy."""
+    """Measures FLOP/s of bf16 products of two square matrices of normal numbers, and bytes/s, read and written, of a
+    copy."""
 
     a, b = (jax.random.normal(jax.random.key(n), (size, size), jnp.bfloat16) for n in range(2))
     long = jax.random.normal(jax.random.key(2), (copied // 4,), jnp.float32)
@@ -79,7 +82,7 @@ def measure_rates(size: int = 8192, copied: int = 4 << 30) -> dict[str, Any]:
 
 
 def measure(item: Step) -> dict[str, Any]:
-    """Plan, live memory and time of the item's training step, and where the time went if that is asked for."""
+    """Measures plan, live memory and time of the item's training step, and where the time went if asked for."""
     resolved = ResolvedConfig(load_config(ROOT / item.config, item.sets))
     outline = outline_on(resolved, known_target(resolved), build_mesh(resolved.mesh))
     at_once = resolved.config.wrapper.steps_per_dispatch
@@ -116,7 +119,7 @@ def measure(item: Step) -> dict[str, Any]:
 
 
 class Runner:
-    """The compiled ``step`` of ``at_once`` steps a dispatch, on random weights and tokens. The state is a fresh one, at
+    """The compiled ``step``, with ``at_once`` steps per dispatch, on random weights and tokens. The state is fresh, at
     the first step at which every attack is on (``first_step``)."""
 
     def __init__(self, outline: Outline, step: Any, at_once: int) -> None:
@@ -127,7 +130,7 @@ class Runner:
         jax.block_until_ready((self._state, self._weights))
 
     def run(self, draws: Sequence[int]) -> float:
-        """Seconds of a dispatch for each of the draws, one right after the other."""
+        """Returns the seconds per dispatch, with one dispatch for each of the draws, back to back."""
         drawn = [jax.block_until_ready(self._draw(n)) for n in draws]
         started = time.perf_counter()
         for n, inputs in zip(draws, drawn, strict=True):
@@ -138,7 +141,7 @@ class Runner:
 
 
 def _run(item: Step, runner: Runner, live: dict[str, Any]) -> dict[str, Any]:
-    """Times of the step, its metrics, and the phases if they are asked for; the peaks go into ``live``."""
+    """Returns the times of the step, its metrics, and the phases if asked for. The peaks are stored in ``live``."""
     device, at_once = runner.outline.mesh.devices.flat[0], runner.at_once
     live["made"] = allocated(device).get("peak_bytes_in_use")
     times = [runner.run([n]) for n in range(item.rounds + 1)]
@@ -162,19 +165,20 @@ def _run(item: Step, runner: Runner, live: dict[str, Any]) -> dict[str, Any]:
 
 
 def allocated(device: Any) -> dict[str, Any]:
-    """The allocator's account; empty where there is none (CPUs)."""
+    """Returns the allocator's statistics; empty if there are none (CPUs)."""
     return dict(device.memory_stats() or {})
 
 
 def random_weights(shapes: Any) -> Any:
-    """Random weights where they lie, norms of ones; one array after the other, or their making would be the peak."""
+    """Returns random weights, with norms of ones, in their place on the devices. They are made one array at a time,
+    because otherwise making them would be the peak."""
 
     def make(key: Any, name: str, shape: Any) -> Any:
         if "norm" in name:
             return jnp.ones(shape.shape, shape.dtype)
         if len(shape.shape) < 3:
             return 0.02 * jax.random.normal(key, shape.shape, shape.dtype)
-        # Layer by layer, since bits are drawn in 32 of them.
+        # Drawn layer by layer, because random bits take 32 bits per number.
         keys = jax.random.split(key, shape.shape[0])
         return jax.lax.map(lambda k: 0.02 * jax.random.normal(k, shape.shape[1:], shape.dtype), keys)
 
@@ -189,7 +193,8 @@ def random_weights(shapes: Any) -> Any:
 
 
 def _draws(outline: Outline, at_once: int) -> Callable[[int], Any]:
-    """What a dispatch is handed: random tokens, or nothing where the program draws its batches itself."""
+    """Returns a function that makes the inputs of a dispatch: random tokens, or nothing if the program draws its own
+    batches."""
     inputs: Any = outline.train.input_shapes(at_once)
     if not jax.tree.leaves(inputs):
         return lambda number: inputs
@@ -204,8 +209,8 @@ def _draws(outline: Outline, at_once: int) -> Callable[[int], Any]:
 
 
 def _phases(runner: Runner, number: int, untraced_s: float) -> dict[str, Any]:
-    """Three dispatches under the profiler, as `pd profile` writes it, and milliseconds by phase. ``number``: of the
-    first step."""
+    """Runs three dispatches under the profiler, as `pd profile` does, and returns milliseconds by phase. ``number``:
+    that of the first step."""
     outline, steps = runner.outline, 3 * runner.at_once
     with tempfile.TemporaryDirectory(prefix="param-decomp-") as folder:
         with traced(Path(folder), "step"):
@@ -222,8 +227,8 @@ def _phases(runner: Runner, number: int, untraced_s: float) -> dict[str, Any]:
 
 
 def plan(item: Step, card_name: str | None) -> dict[str, Any]:
-    """The arithmetic of the item's step, as a whole, by phase and by precision, and what `pd probe` says of the step
-    for a card that need not be there: its plan, and how long it should take."""
+    """Returns the arithmetic of the item's step, in total, by phase and by precision, and what `pd probe` says about
+    the step for a card that need not be present: its plan, and how long it should take."""
     config = load_config(ROOT / item.config, item.sets)
     subject = run_subject(config)
     counted = subject.flops()

@@ -1,4 +1,4 @@
-"""The page of what a day with a GPU found, and what follows from it for `pd probe`."""
+"""The page with the results of a day with a GPU, and what follows from them for `pd probe`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,14 +13,15 @@ from param_decomp_lab.ui.tables import markdown_table
 GIB = 2**30
 STEP_GIB = 0.5
 UNTESTED_GIB = 1.0
-"""For fragmentation, which no plan and no live peak shows, where no step ran in memory of little more than its plan."""
+"""GiB to allow for fragmentation, which neither plans nor live peaks show, if no step ran in memory barely above its
+plan."""
 GOAL = 4900.0
-"""Tokens/s, of layer 18 at 8 × 512 on one H200."""
+"""The goal in tokens/s, for layer 18 at 8 × 512 on one H200."""
 Tree = Mapping[str, Any]
 
 
 def page(found: Tree) -> str:
-    """Markdown; sections of which nothing was measured are left out."""
+    """Returns the page in Markdown, without sections of which nothing was measured."""
     intro = (_title, _takeaway, _head)
     sections = (*intro, _plan, _margin, _step, _clock, _phases, _links, _toys, _decomposition, _failed)
     return "\n".join(line for section in sections for line in section(found)) + "\n"
@@ -29,7 +30,8 @@ def page(found: Tree) -> str:
 def _section(
     found: Tree, part: str, head: str, columns: str, cells: Callable[[str, Tree], Sequence[object]]
 ) -> Iterator[str]:
-    """A row for each step that was measured for this part; ``cells``: from its name and its result."""
+    """Yields a row for each step that was measured for this part. ``cells``: makes them from its name and its
+    result."""
     items = _steps(found, part)
     if items:
         yield from (head, "", *markdown_table(columns, (cells(name, x) for name, x in items.items())), "")
@@ -44,7 +46,7 @@ def _title(found: Tree) -> Iterator[str]:
 
 
 def _takeaway(found: Tree) -> Iterator[str]:
-    """How near `pd probe` came, in memory and time, where both are known."""
+    """Yields how close `pd probe` came, in memory and time, if both are known."""
     apart = [live - plan for _, live, plan in _live_and_planned(found)]
     off = [abs(predicted_s / step_s - 1) for _, step_s, predicted_s in _timed_and_predicted(found)]
     if apart and off:
@@ -56,7 +58,8 @@ def _takeaway(found: Tree) -> Iterator[str]:
 
 
 def _live_and_planned(found: Tree) -> Iterator[tuple[str, int, int]]:
-    """Names of the steps in all of the card's memory, with the bytes they took and those of `pd probe`'s plan."""
+    """Yields the names of the steps that had all of the card's memory, with the bytes they took and those of `pd
+    probe`'s plan."""
     for name, x in found["measured"].items():
         live, planned = live_of_steps(x), _probed(found, name)
         if x.get("asked", {}).get("over_plan") is None and live is not None and planned is not None:
@@ -64,7 +67,8 @@ def _live_and_planned(found: Tree) -> Iterator[tuple[str, int, int]]:
 
 
 def _timed_and_predicted(found: Tree) -> Iterator[tuple[str, float, float]]:
-    """Every step that was measured and has been planned since `pd probe` predicts times, in seconds."""
+    """Yields every step that was measured and was planned by a `pd probe` that predicts times, with both times in
+    seconds."""
     for name, x in found["measured"].items():
         predicted_s = found["planned"].get(name, {}).get("predicted_s")
         if predicted_s is not None and "step_s" in x:
@@ -139,13 +143,13 @@ the card. *Libraries*: what the driver counts beyond JAX's memory, which is 0.92
 
 
 def _probed(found: Tree, name: str) -> int | None:
-    """Bytes at the peak of `pd probe`'s plan."""
+    """Returns the bytes at the peak of `pd probe`'s plan."""
     peak: int | None = found["planned"].get(name, {}).get("plan", {}).get("peak")
     return peak
 
 
 def live_of_steps(item: Tree) -> int | None:
-    """Bytes that a step took at most; None where that is not known: on a CPU, or where making the state took more."""
+    """Returns the most bytes that a step took; None if unknown: on a CPU, or if making the state took more."""
     live = item.get("live", {})
     steps, made = live.get("steps"), live.get("made")
     return None if steps is None or "failed" in item or made >= steps else int(steps)
@@ -159,8 +163,8 @@ def _margin(found: Tree) -> Iterator[str]:
 
 
 def margin(found: Tree) -> tuple[float | None, list[str]]:
-    """What `pd probe` should leave free beside its plan (`MARGIN_GIB`), in GiB, None where the figures do not tell; and
-    the reasons, in sentences."""
+    """Returns what `pd probe` should leave free in addition to its plan (`MARGIN_GIB`), in GiB, or None if the figures
+    do not determine it; and the reasons, in sentences."""
     over = [(live - planned, name) for name, live, planned in _live_and_planned(found)]
     tight: dict[bool, list[float]] = {True: [], False: []}
     for item in found["measured"].values():
@@ -187,7 +191,7 @@ def margin(found: Tree) -> tuple[float | None, list[str]]:
 
 
 def _beside(found: Tree) -> Iterator[str]:
-    """What lies beside JAX's memory, and whether there is room for it."""
+    """Yields what is used outside of JAX's memory, and whether there is room for it."""
     used = [(x["driver_used"] - x["pool"], x["pool"]) for x in found["measured"].values() if x.get("driver_used")]
     beside, pool = max(used, default=(0, 0))
     if beside > 0:
@@ -198,12 +202,12 @@ def _beside(found: Tree) -> Iterator[str]:
 
 
 def _up(gib: float) -> float:
-    """To the next half GiB; up to 2.5 MiB more are none."""
+    """Rounds up to the next half GiB; an excess of up to 2.5 MiB is ignored."""
     return max(STEP_GIB, math.ceil(round(gib / STEP_GIB, 2)) * STEP_GIB)
 
 
 def _before_and_after(found: Tree) -> Iterator[str]:
-    """Steps alike but for how Δ is computed, of which one at least was told how."""
+    """Yields steps that differ only in how Δ is computed, at least one of which has it set."""
     alike: dict[tuple[str, ...], dict[str, float]] = {}
     for x in _steps(found, "step").values():
         batch, sets = " × ".join(f"{n:,}" for n in x["leading"]), x["asked"]["sets"]
@@ -260,7 +264,7 @@ def _clock(found: Tree) -> Iterator[str]:
 
 
 def _plain_flops_per_token(found: Tree, item: Tree) -> float | None:
-    """FLOPs per token of the plain policy, for the same configuration and rows as long; None where that was not
+    """Returns FLOPs per token of the plain policy, for the same configuration and row length; None if they were not
     counted."""
     for counted in found["planned"].values():
         asked = counted["asked"]
@@ -291,7 +295,7 @@ traced, {untraced:,.1f} not; operations under way in {profile["busy"]:.1%} of th
         yield from (*markdown_table("phase | ms | share | TFLOP | TFLOP/s | MFU", rows), "")
         rows = [(_scope(scope), *_time(scope)) for scope in profile["scopes"][:12]]
         yield from (*markdown_table("largest parts | ms | share", rows), "")
-        # Of a kernel that was generated the name may be long.
+        # Names of generated kernels may be long.
         rows = [(f"`{x['kernel'][:80]}`", _scope(x), *_time(x)) for x in profile.get("kernels", ())]
         yield from (*markdown_table("largest kernels | part | ms | share", rows), "")
 
@@ -385,7 +389,7 @@ def _gib(n_bytes: int | None) -> str:
 
 
 def _difference(one: int | None, other: int | None = 0) -> str:
-    """In KiB where three digits of a GiB would not show it."""
+    """Returns a difference, in KiB if three digits of a GiB would not show it."""
     if one is None or other is None:
         return "–"
     of = one - other
@@ -397,7 +401,7 @@ def _share(flops: float | None, seconds: float, rate: float | None) -> str:
 
 
 def _dense(found: Tree) -> float | None:
-    """The data sheet's rate of the card, in FLOP/s of bf16."""
+    """Returns the data sheet's rate of the card, in FLOP/s of bf16."""
     promised = rates_of(found["machine"]["device"])
     return None if promised is None else promised.bf16_flops
 

@@ -1,4 +1,4 @@
-"""V U of Δ on the card, by every way in which it could be computed: its time, and its error against float64."""
+"""V U of Δ on the card, in every way in which it could be computed: its time, and its error against float64."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,12 +28,13 @@ WAYS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "bf16": lambda V, U: product_in_bf16(rounded_to_bf16(V), rounded_to_bf16(U)),
     "`BF16_BF16_F32_X3`": lambda V, U: jnp.matmul(V, U, precision=DotAlgorithmPreset.BF16_BF16_F32_X3),
 }
-"""Each is called by itself, not through `platform_dependent`, which would choose another for a CPU."""
+"""The ways to compute V U. Each is called directly, not through `platform_dependent`, which would choose another on a
+CPU."""
 
 
 def measure_products(item: Products) -> dict[str, Any]:
-    """For each way seconds, FLOP/s (of one product, however many it makes) and the error of V U for normal numbers, or
-    why it did not run."""
+    """Measures, for each way, seconds, FLOP/s (of one product, however many it makes) and the error of V U for normal
+    numbers, or why it did not run."""
     d_in, C, d_out = item.shape
     V = jax.random.normal(jax.random.key(0), (d_in, C), jnp.float32)
     U = jax.random.normal(jax.random.key(1), (C, d_out), jnp.float32) / C**0.5
@@ -45,7 +46,7 @@ def measure_products(item: Products) -> dict[str, Any]:
         try:
             error = np.asarray(product(V, U)[rows, columns], np.float64) - exact
             seconds = median_s(partial(product, V, U), 3)
-        except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as why:  # not every platform has all
+        except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as why:  # not every platform supports all
             found[name] = {"failed": (str(why).splitlines() or [repr(why)])[0][:300]}
             continue
         found[name] = {

@@ -1,4 +1,4 @@
-"""The file of results: written anew after each, whole; a later call goes on from it."""
+"""The file of results. All of it is rewritten after each result, and a later call continues from it."""
 
 import json
 from collections.abc import Mapping
@@ -11,15 +11,16 @@ from param_decomp_lab.folders import write_whole
 from param_decomp_lab.safe_io.json_text import read_json
 
 TRIES = 2
-"""How often an item is begun that does not come to an end."""
+"""How often an item that does not finish is started."""
 LIMIT = 1 << 26
 
 
 class Results:
-    """``all``: ``machine``; by the items' names ``measured`` on the card, ``planned`` without it."""
+    """The results of a day. ``all``: has ``machine``, and by the items' names what was ``measured`` on the card and
+    what was ``planned`` without it."""
 
     def __init__(self, file: Path) -> None:
-        """UserError for a file that holds something else."""
+        """Reads the file. Raises UserError if it holds something else."""
         self.file = file
         self.all: dict[str, Any] = {"measured": {}, "planned": {}}
         if file.exists():
@@ -32,17 +33,17 @@ class Results:
         self.write()
 
     def of(self, item: Item, kind: Literal["measured", "planned"] = "measured") -> dict[str, Any]:
-        """What was found for just this item, to its end or not; empty if nothing was."""
+        """Returns what was found for exactly this item, finished or not; empty if nothing was."""
         found = self.all[kind].get(item.name, {})
         return found if found.get("asked") == item.asked else {}
 
     def is_done(self, item: Item) -> bool:
-        """Whether nothing is to be done about it any more."""
+        """Returns whether the item needs nothing more."""
         found = self.of(item)
         return bool(found) and ("unfinished" not in found or found.get("tries", 1) >= TRIES)
 
     def is_planned(self, item: Item, card: str | None) -> bool:
-        """For that card; None: whether its arithmetic is counted."""
+        """Returns whether the item is planned for ``card``; with None, whether its arithmetic is counted."""
         found = self.of(item, "planned")
         return bool(found) and "unfinished" not in found and card in (None, found.get("card"))
 

@@ -1,4 +1,5 @@
-"""What is computed with a trained decomposition: attributions, importances, baselines, dictionaries."""
+"""What a trained decomposition is used for: attributions, importances, and comparisons with baselines and
+dictionaries."""
 
 from param_decomp_jax.analysis.attribution import Edges, Targets, edges, for_attribution
 from param_decomp_jax.analysis.average_attribution import edge_sums, normalizers

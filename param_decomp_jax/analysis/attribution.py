@@ -1,8 +1,8 @@
-"""Attributions (section 13): which components, at which positions, an activation or an output directly comes from.
+"""Attributions (section 13): the components, and their positions, that directly produce an activation or an output.
 
-The network is cut at every site: what a site gives is held constant, and what later sites read is a function of it.
-One backward pass of this cut network is one target's incoming edges; passes of many targets run side by side under
-`jax.vmap`, which computes the forward once for all of them.
+The network is cut at every site: a site's output is held constant, and what later sites read is a function of it. One
+backward pass of this cut network gives the incoming edges of one target. The passes of many targets run side by side
+under `jax.vmap`, which computes the forward pass once for all of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,14 +35,14 @@ from param_decomp_jax.targets.plain_linears import (
 )
 
 READINGS = "readings"
-"""Record name of what a layer's sites read along a direction."""
+"""The name of the record of what a layer's sites read along a direction."""
 
 
 class ReadDirections(NamedTuple):
-    """What sites read along a direction, as the target of a backward pass. By stack, and in a layer by kind.
+    """What sites read along a direction, as the target of a backward pass. Keyed by stack, within a layer by kind.
 
-    ``weight``: of every row that is read, a position or an experts' slot: 1 at one row of one layer, or at all of it;
-    with a leading layer axis until a scan takes it apart.
+    ``weight``: a factor for each row that is read (a position, or a slot of experts). It is 1 at one row of one layer,
+    or at all rows of a layer, and 0 elsewhere. It has a leading layer axis until a scan slices it.
     """
 
     direction: dict[str, Float[Array, "_d_in"]]
@@ -51,7 +51,7 @@ class ReadDirections(NamedTuple):
 
 @dataclass
 class CutLayer:
-    """One layer of the cut network: its sites give ``outputs`` (E1), whatever they read."""
+    """One layer of the cut network, whose sites return ``outputs`` (E1) whatever they read."""
 
     outputs: dict[str, Array]
     reading: ReadDirections | None
@@ -92,7 +92,7 @@ class CutLayer:
         if self.reading is not None:
             weight = self.reading.weight[kind]
             of_rows = x.reshape(-1, x.shape[-1]) @ self.reading.direction[kind]
-            # Slots that share a position's row read that.
+            # Slots of one position may share its row.
             read = jnp.repeat(of_rows, weight.shape[0] // of_rows.shape[0]) @ weight
             self.records[READINGS] = self.records[READINGS] + read if READINGS in self.records else read
         return y
@@ -100,9 +100,10 @@ class CutLayer:
 
 @dataclass(frozen=True)
 class CutLinears(WholeForward):
-    """The cut network (E1). ``outputs``: what the sites give, by stack. ``chosen``: of the stacks of experts, by stack.
+    """The cut network (E1). ``outputs``: the sites' outputs, by stack. ``chosen``: the experts taken, by stack of
+    experts.
 
-    With a ``reading`` every layer records what is read along it.
+    With a ``reading``, every layer records what its sites read along the direction.
     """
 
     outputs: Mapping[str, Float[Array, "_layers *_n _d_out"]]
@@ -125,8 +126,8 @@ class CutLinears(WholeForward):
 
 
 class Targets(NamedTuple):
-    """K components that edges lead to, each given by the number of its stack, the row of its layer there, its position
-    or slot, its number, and its expert (0 for other sites). Under `jax.vmap` it is one of them."""
+    """K components that edges lead to. Each is given by the number of its stack, the row of its layer there, its
+    position or slot, its number, and its expert (0 for other sites). Under `jax.vmap` this is one component."""
 
     stack: Int[Array, "*K"]
     layer: Int[Array, "*K"]
@@ -136,28 +137,31 @@ class Targets(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """K outputs that edges lead to: logits of tokens, or features, at positions. Under `jax.vmap` it is one of them."""
+    """K outputs that edges lead to: logits of tokens, or features, at positions. Under `jax.vmap` this is one
+    output."""
 
     row: Int[Array, "*K"]
     number: Int[Array, "*K"]
 
 
 class Firing(NamedTuple):
-    """Which components fire, of one stack: their numbers at every position or slot, as many for each; those that
-    ``fires`` denies are padding."""
+    """The components of one stack that fire: M numbers for every position or slot. Those for which ``fires`` is 0 are
+    padding."""
 
     number: Int[Array, "layers rows M"]
     fires: Float[Array, "layers rows M"]
 
 
 class Cut(eqx.Module):
-    """One row of inputs taken apart at every site (E1, E5), in fp32 or wider. By stack:
+    """One row of inputs taken apart at every site (E1, E5), in fp32 or wider.
 
-    ``outputs``: those of the sites. ``activations``: ``x · V_c`` of the components that fire (without ‖U_c‖), 0 for
-    padding. ``rest``: what they do not give of the output, the delta's part included; ``delta``: that part.
-    ``chosen``: experts. ``entry``: what goes into the first cut layer; None where that reads tokens.
-    ``embeddings``: by each embedding, its part in the entry; None: each is its own position of the entry.
-    ``biases``: their part in the entry.
+    By stack: ``outputs``: the outputs of the sites. ``activations``: ``x · V_c`` of the components that fire (without
+    ‖U_c‖), 0 for padding. ``rest``: the residual error, what the firing components leave of the output, including the
+    delta's part. ``delta``: the delta's part. ``chosen``: the experts taken.
+
+    ``entry``: the input of the first cut layer; None if that layer reads tokens. ``embeddings``: the part of each
+    embedding in the entry; None if each embedding is its own position of the entry. ``biases``: the part of the biases
+    in the entry.
     """
 
     outputs: dict[str, Float[Array, "_layers *_n _d_out"]]
@@ -171,10 +175,10 @@ class Cut(eqx.Module):
 
 
 class Edges(NamedTuple):
-    """Incoming edges of K targets (E2, E5). ``components``: by stack, of those that fire. ``rest`` (the delta's part
-    included) and ``delta``: by stack, of every position or slot. ``embeddings``: none where the embedding is a site.
-    ``gradient``: by stack, the sum over the targets of their gradients with respect to what the site gives, each times
-    its factor there; None where no factors are given."""
+    """Incoming edges of K targets (E2, E5). ``components``: from the components that fire, by stack. ``rest``: from the
+    residual errors (including the delta's part), by stack, one for every position or slot. ``delta``: from the delta's
+    part alone, likewise. ``embeddings``: empty if the embedding is a site. ``gradient``: the sum over the targets of
+    their gradients with respect to a site's output, each times its factor there, by stack; None without factors."""
 
     components: dict[str, Float[Array, "_K _layers _rows _M"]]
     rest: dict[str, Float[Array, "_K _layers _rows"]]
@@ -185,8 +189,8 @@ class Edges(NamedTuple):
 
 
 class RestsOfStack(NamedTuple):
-    """N rests of one stack, each given by the row of its layer there, its position or slot, and its expert (0 for other
-    sites)."""
+    """N residual errors of one stack. Each is given by the row of its layer there, its position or slot, and its expert
+    (0 for other sites)."""
 
     layer: Int[Array, " N"]
     row: Int[Array, " N"]
@@ -194,9 +198,9 @@ class RestsOfStack(NamedTuple):
 
 
 def for_attribution(problem: Problem) -> Problem:
-    """The same problem as attributions compute it: in fp32 or wider, with nothing recomputed.
+    """Returns the problem as attributions compute it: in fp32 or wider, with nothing recomputed.
 
-    In bf16 the parts of an activation would not add up to it.
+    In bf16 the parts of an activation would not add up to the activation.
     """
     wide = jnp.promote_types(problem.compute_dtype, jnp.float32)
     target = replace(problem.target, memory=PLAIN, compute_dtype=wide)  # type: ignore[type-var]
@@ -209,7 +213,7 @@ def for_attribution(problem: Problem) -> Problem:
 def take_apart(
     problem: Problem, components: Components, weights: Weights, inputs: Array, firing: Mapping[str, Firing]
 ) -> Cut:
-    """The cut network of one row of inputs, ``[1, T]`` token ids or ``[1, n]`` features; ``firing``: by stack."""
+    """Cuts the network for one row of inputs, ``[1, T]`` token ids or ``[1, n]`` features. ``firing``: by stack."""
     target, sites = problem.target, problem.target.sites
     components = with_views(components, sites)
     clean = target.forward(weights, inputs, PlainLinears(sites, outputs=True, memory=target.memory))
@@ -235,8 +239,8 @@ def take_apart(
 
 
 def _parts_of_site(stack: Stack, of_layer: Any) -> tuple[Array, Array, Array]:
-    """Parts of one layer's site: activations of what fires, the residual error of its output, and the delta's part of
-    that."""
+    """Returns the parts of a site in one layer: the activations of the components that fire, the residual error of its
+    output, and the delta's part of that error."""
     x, y, own, firing, experts = of_layer
     groups = None if experts is None else group(experts, stack.experts or 0)
     inner = row_or_product(x, own.V, groups)
@@ -257,16 +261,17 @@ def _parts_of_site(stack: Stack, of_layer: Any) -> tuple[Array, Array, Array]:
 def _rows_of(
     U: Float[Array, "*experts C d"], number: Int[Array, "rows M"], experts: Int[Array, "*n k"] | None
 ) -> Float[Array, "rows M d"]:
-    """U of the components of each row."""
+    """Returns U of the components that fire in each row."""
     return U[number] if experts is None else U[experts.reshape(-1, 1), number]
 
 
 def _parts_of_entry(
     target: Any, weights: Weights, inputs: Array, first: int
 ) -> tuple[Float[Array, "E B *n d"] | None, Float[Array, "B *n d"] | None]:
-    """What each embedding, and all biases together, add to the residual stream before layer ``first``, to first order.
+    """Returns what each embedding, and all biases together, add to the residual stream before layer ``first``, to first
+    order.
 
-    Where nothing lies between, (None, None): a position's embedding is its residual.
+    If nothing lies between, it returns (None, None): the embedding of a position is its residual.
     """
     biases, rest = split_biases(weights)
     x = target.embed(weights, inputs)
@@ -291,7 +296,7 @@ def _parts_of_entry(
     if first == 0:
         return one_hot, None
     y, pull = jax.vjp(before, x, biases)
-    # Forward mode, as the transpose of reverse mode: products with a rule of their own have no other.
+    # Forward mode is computed as the transpose of reverse mode, because products with a custom VJP have no JVP.
     push = jax.linear_transpose(pull, jax.ShapeDtypeStruct(y.shape, y.dtype))
     no_biases = jax.tree.map(jnp.zeros_like, biases)
     of_embeddings = lax.map(lambda dx: push((dx, no_biases))[0], one_hot, batch_size=8)
@@ -299,9 +304,10 @@ def _parts_of_entry(
 
 
 def split_biases(weights: Weights) -> tuple[Weights, Weights]:
-    """The frozen biases of a target, learned positions among them, and its other arrays; None in place of the others.
+    """Returns two trees: the frozen biases of a target, including learned positions, and its other arrays. Each has
+    None in place of what the other has.
 
-    (Positions that are part of the embeddings do not reach a cut network, so as biases they add nothing to it.)
+    Positions that are part of the embeddings do not reach a cut network, so as biases they add nothing to it.
     """
 
     def is_bias(path: Any, _: Array) -> bool:
@@ -321,9 +327,9 @@ def edges(
     targets: Targets | Outputs,
     factors: Mapping[str, Float[Array, "K _layers _rows"]] | None = None,
 ) -> Edges:
-    """Incoming edges of every target, one backward pass of the cut network each (E2).
+    """Returns the incoming edges of every target, by one backward pass of the cut network each (E2).
 
-    ``factors``: by stack, what each target's gradient is multiplied by at each row in `Edges.gradient`.
+    ``factors``: what each target's gradient is multiplied by at each row in `Edges.gradient`, by stack.
     """
     sites = problem.target.sites
     components = with_views(components, sites)
@@ -367,10 +373,11 @@ def behind_rests(
     gradient: Mapping[str, Float[Array, "_layers _rows _d_out"]],
     rests: Mapping[str, RestsOfStack],
 ) -> tuple[dict[str, Float[Array, "_N _C"]], dict[str, Float[Array, " _N"]]]:
-    """What rests are made of, along a gradient with respect to what the sites give (E10). By stack, for each rest:
+    """Returns what residual errors consist of, along a gradient with respect to the sites' outputs (E10).
 
-    the slope ``Û_c · gradient`` of every component of its site, which times a component's activation a is its part;
-    and the delta's part, ``d · gradient``. Slopes are 0 where U_c is.
+    By stack, for each residual error: the slope ``Û_c · gradient`` of every component of its site, and the delta's
+    part, ``d · gradient``. A slope times the component's activation a is that component's part. Slopes are 0 where U_c
+    is 0.
     """
     sites = problem.target.sites
     components = with_views(components, sites)
@@ -379,7 +386,7 @@ def behind_rests(
         U, d, g = components[stack.name].U, cut.delta[stack.name], gradient[stack.name]
         is_expert = stack.experts is not None
 
-        # One rest at a time: U of them all would be as large as many copies of the site.
+        # One residual error at a time, because U for all of them would be as large as many copies of the site.
         def of_rest(rest: RestsOfStack, U: Array = U, d: Array = d, g: Array = g, is_expert: bool = is_expert) -> Any:
             layer, row, expert = rest
             own = U[layer, expert] if is_expert else U[layer]
@@ -401,7 +408,7 @@ def _edges_from_site(of_layer: Any) -> tuple[Array, Array, Array]:
 def _edges_from_entry(
     cut: Cut, biases: Weights, to_entry: Array | None, to_biases: Weights, n_targets: int
 ) -> tuple[Float[Array, "K E"], Float[Array, " K"]]:
-    """From embeddings, and from all biases."""
+    """Returns the edges from each embedding, and from all biases together."""
     dtype = jax.tree.leaves(cut.outputs)[0].dtype
     products = jax.tree.map(lambda g, b: jnp.sum(g * b, axis=tuple(range(1, g.ndim))), to_biases, biases)
     of_biases = sum(jax.tree.leaves(products), start=jnp.zeros(n_targets, dtype))
@@ -426,7 +433,7 @@ def _measure(
     biases: Weights,
     wanted: Targets | Outputs,
 ) -> Float[Array, ""]:
-    """The value of one target (E3), as a function of the outputs of the sites, of the entry and of the biases."""
+    """Returns the value of one target (E3) as a function of the sites' outputs, the entry and the biases."""
     target, sites = problem.target, problem.target.sites
     weights = eqx.combine(biases, others)
     start = (sites.all[0].layer, inputs if entry is None else entry)
@@ -453,7 +460,8 @@ def _one_row(outputs: Float[Array, "layers *n d_out"], row: Int[Array, ""]) -> F
 def reading_of(
     sites: Sites, components: Components, wanted: Targets, rows: Mapping[str, Float[Array, "layers _rows"]]
 ) -> ReadDirections:
-    """What the activation ``‖U_c‖ (x · V_c)`` of one component is measured by, at some ``rows`` of its stack."""
+    """Returns the direction that measures the activation ``‖U_c‖ (x · V_c)`` of one component, at some ``rows`` of its
+    stack."""
     direction, weight = {}, {}
     for number, stack in enumerate(sites.stacks):
         own = components[stack.name]

@@ -1,4 +1,4 @@
-"""Attributions between components, summed over a batch (E8): how they act on each other on much text."""
+"""Attributions between components, summed over a batch (E8): their mutual effects over a lot of text."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ from param_decomp_jax.targets.plain_linears import CHOSEN, RESIDUAL, PlainLinear
 
 
 class Normalizers(NamedTuple):
-    """Sums over the positions of a batch for every component, by stack: of λ, of a², and the number of positions (those
-    that take the expert)."""
+    """Sums over the positions of a batch, for every component, by stack: λ, a², and the number of positions (for
+    experts, those that take the expert)."""
 
     importance: dict[str, Float[Array, "layers *experts C"]]
     square: dict[str, Float[Array, "layers *experts C"]]
@@ -27,7 +27,8 @@ class Normalizers(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The cut network of a batch. By stack: outputs of the sites, activations ``x · V_c`` (without ‖U_c‖), experts."""
+    """The cut network of a batch. By stack: the sites' outputs, activations ``x · V_c`` (without ‖U_c‖), and the
+    experts taken."""
 
     outputs: dict[str, Float[Array, "layers *_n _d_out"]]
     inner: dict[str, Float[Array, "layers *_n C"]]
@@ -42,7 +43,7 @@ def normalizers(
     inputs: Array,
     importances: Mapping[str, Float[Array, "layers *_n C"]],
 ) -> Normalizers:
-    """What E8 divides by, of one batch. ``importances``: λ by stack, of experts that of every slot."""
+    """Returns one batch's share of what E8 divides by. ``importances``: λ by stack; for experts, λ of every slot."""
     components = with_views(components, problem.target.sites)
     batch = _take_apart(problem, components, weights, inputs)
     importance, square, positions = {}, {}, {}
@@ -64,7 +65,8 @@ def edge_sums(
     importances: Mapping[str, Float[Array, "layers *_n C"]],
     targets: Targets,
 ) -> dict[str, Float[Array, "K layers *experts C"]]:
-    """``Σ λ_s ℓ_s ∂A_t/∂ℓ_s`` of E8 over a batch, by stack of the sources, for K targets (whose rows are not used)."""
+    """Returns ``Σ λ_s ℓ_s ∂A_t/∂ℓ_s`` of E8 over a batch, by stack of the sources, for K targets (whose rows are not
+    used)."""
     sites = problem.target.sites
     components = with_views(components, sites)
     batch = _take_apart(problem, components, weights, inputs)
@@ -76,7 +78,7 @@ def edge_sums(
             start = sites.all[0].layer, inputs if batch.entry is None else batch.entry
             forward = problem.target.forward(weights, inputs, linears, start)
             read = [jnp.sum(records[READINGS]) for records in forward.records.values() if READINGS in records]
-            return sum(read, start=jnp.zeros(()))  # nothing is read where the embedding is the only site
+            return sum(read, start=jnp.zeros(()))  # with the embedding as the only site, nothing is read
 
         gradient = jax.grad(total)(batch.outputs)
         return {stack.name: _of_stack(stack, gradient[stack.name]) for stack in sites.stacks}
@@ -121,7 +123,7 @@ def _inner(stack: Stack) -> Any:
 
 
 def _rows_of_target(stack: Stack, batch: _Batch, wanted: Targets) -> Float[Array, "layers rows"]:
-    """Every position; of an expert, the slots that are its own."""
+    """Selects every position, or for an expert the slots that take it."""
     outputs = batch.outputs[stack.name]
     if stack.experts is None:
         return jnp.ones((outputs.shape[0], outputs[0, ..., 0].size), outputs.dtype)
@@ -129,7 +131,7 @@ def _rows_of_target(stack: Stack, batch: _Batch, wanted: Targets) -> Float[Array
 
 
 def _sums_of_layer(stack: Stack) -> Any:
-    """``Σ (g · U_c) leaf_c`` over the rows of a layer; of experts, over the slots of each."""
+    """Returns ``Σ (g · U_c) leaf_c`` over the rows of a layer; for experts, over the slots of each."""
 
     def sums(of_layer: Any) -> Array:
         gradient, leaves, U, experts = of_layer
@@ -146,7 +148,7 @@ def _sums_of_layer(stack: Stack) -> Any:
 def _sum_rows(
     x: Float[Array, "layers *_n C"], chosen: Int[Array, "layers *_n k"] | None, stack: Stack
 ) -> Float[Array, "layers *experts C"]:
-    """Sums over positions; of experts, over the slots of each."""
+    """Sums over positions; for experts, over the slots of each."""
     rows = x.reshape(x.shape[0], -1, x.shape[-1])
     if chosen is None:
         return rows.sum(axis=1)

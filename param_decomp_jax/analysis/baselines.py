@@ -1,7 +1,7 @@
-"""A matrix taken apart without training, and passes in which chosen parts of every site are on (section 17).
+"""Matrices taken apart without training, and passes in which chosen parts of every site are on (section 17).
 
-A decomposition should be held against what one gets for nothing. Its parts and those of a baseline are masked in the
-same way here: by masks that are given, with no delta.
+A decomposition should be compared with what costs no training. Here its parts and those of a baseline are masked in the
+same way: with given masks and without delta.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,14 +26,14 @@ Masks = dict[str, Float[Array, "layers *n _C"]]
 """By stack; ``*n`` are the leading axes of an activation."""
 
 N_POINTS = 2
-"""At which gradients are taken in one round of the choice by gradient (B2)."""
+"""The number of points at which gradients are taken in one round of the choice by gradient (B2)."""
 GROWTH = 8
-"""Parts that are on, for each that is switched on in one round (B2)."""
+"""How many parts are on for each part that one round adds (B2)."""
 
 
 @dataclass
 class SelectedLayer:
-    """One layer whose sites give ``Σ m_c (x · V_c) U_c``; other matrices as they are."""
+    """One layer whose sites return ``Σ m_c (x · V_c) U_c``; other matrices are applied as they are."""
 
     parts: dict[str, Factors]
     masks: dict[str, Float[Array, "*n _C"]]
@@ -88,8 +88,8 @@ class SelectedLinears(WholeForward):
 
 @dataclass(frozen=True)
 class MaskedPasses:
-    """Passes over one batch in which every site is the masked sum of its parts. Each begins at the first layer with a
-    site, from the clean residual there, ``entry`` (F6). ``reference``: of the clean output."""
+    """Passes over one batch in which every site is the masked sum of its parts. Each starts at the first layer with a
+    site, from the clean residual ``entry`` there (F6). ``reference``: what errors compare outputs with."""
 
     problem: Problem
     parts: Components
@@ -106,12 +106,12 @@ class MaskedPasses:
         return output
 
     def error(self, masks: Masks) -> Float[Array, ""]:
-        """R1, of the masks as they are."""
+        """Returns R1 under the given masks."""
         return self.problem.target.errors(self.weights, self.reference, [self.output(masks)])[0]
 
 
 def masked_passes(problem: Problem, parts: Components, weights: Weights, inputs: Array) -> MaskedPasses:
-    """Passes over a batch, of which the clean one is run here."""
+    """Runs the clean pass of a batch, and returns the masked passes over it."""
     target = problem.target
     linears = PlainLinears(target.sites, inputs=False, memory=target.memory)
     clean = target.forward(weights, inputs, linears)
@@ -121,8 +121,8 @@ def masked_passes(problem: Problem, parts: Components, weights: Weights, inputs:
 
 
 class MaskedErrors(NamedTuple):
-    """Errors under some masks. R1 with the masks as they are; a language model's cross-entropy of the next token (0 for
-    a toy); R1 with inactive components at random, and after each of the attacks' lengths."""
+    """Errors under some masks: R1 with the given masks; a language model's cross-entropy of the next token with them (0
+    for a toy); R1 with inactive components at random; and R1 after each of the attacks' lengths."""
 
     error: Float[Array, ""]
     cross_entropy: Float[Array, ""]
@@ -131,7 +131,7 @@ class MaskedErrors(NamedTuple):
 
 
 def activations(problem: Problem, parts: Components, weights: Weights, inputs: Array) -> Masks:
-    """``‖U_c‖ (x · V_c)`` of the clean pass, by stack."""
+    """Returns ``‖U_c‖ (x · V_c)`` in the clean pass, by stack."""
     target, sites = problem.target, problem.target.sites
     clean = target.forward(weights, inputs, PlainLinears(sites, memory=target.memory))
     found = {}
@@ -147,8 +147,8 @@ def activations(problem: Problem, parts: Components, weights: Weights, inputs: A
 def by_gradient(
     problem: Problem, parts: Components, weights: Weights, inputs: Array, most: int | Int[Array, ""]
 ) -> Masks:
-    """B2: values from which `largest` makes the choice by gradient, of any number of parts up to ``most``: the sooner a
-    part is on, the larger; 0 for those that stay off."""
+    """Returns values from which `largest` makes the choice by gradient (B2), for any number of parts up to ``most``.
+    The sooner a part is switched on, the larger its value; parts that stay off have 0."""
     target = problem.target
     error = masked_passes(problem, parts, weights, inputs).error
     axes = target.activation_axes(inputs.shape)
@@ -172,20 +172,21 @@ def by_gradient(
 def integrated_gradients(
     error: Callable[[Masks], Float[Array, ""]], on: Masks, n_points: int | Int[Array, ""]
 ) -> Masks:
-    """B2: how much of the error each part takes off while the masks that are 0 in ``on`` go from 0 to 1 together; over
-    these parts it adds up to the error with ``on`` less that with all. By the midpoint rule. ``on``: 0 or 1."""
+    """Returns by how much each part lowers the error while the masks that are 0 in ``on`` go from 0 to 1 together (B2).
+    Over these parts the values add up to the error with ``on`` minus the error with all parts on, up to the midpoint
+    rule's accuracy. ``on``: 0 or 1."""
 
     def add(n: Int[Array, ""], total: Masks) -> Masks:
         masks = jax.tree.map(lambda m: jnp.where(m > 0, m, (n + 0.5) / n_points), on)
         return jax.tree.map(lambda x, g: x - g / n_points, total, jax.grad(error)(masks))
 
-    # One point after the other, so that only one backward pass has its activations in memory.
+    # Points run in sequence, so that only one backward pass has its activations in memory.
     return jax.lax.fori_loop(0, n_points, add, jax.tree.map(jnp.zeros_like, on))
 
 
 def largest(values: Masks, k: int) -> Masks:
-    """B2: 1 for the k largest values of each site at each position, of equal ones for those with the lower numbers; 0
-    for the others. Values that are not above 0 are never chosen."""
+    """Returns 1 for the k largest values of each site at each position and 0 for the others (B2). Of equal values,
+    those with lower numbers are chosen. Values that are not above 0 are never chosen."""
 
     def of_stack(x: Array) -> Array:
         found, which = jax.lax.top_k(x, min(k, x.shape[-1]))
@@ -196,7 +197,7 @@ def largest(values: Masks, k: int) -> Masks:
 
 
 def mean_l0(masks: Masks) -> Float[Array, ""]:
-    """B5: parts that are not off, at a position and site; a mean over both."""
+    """Returns the mean over positions and sites of the number of parts that are on (B5)."""
     counts = [jnp.mean(jnp.sum(m > 0, axis=-1, dtype=jnp.float32)) * m.shape[0] for m in masks.values()]
     return jnp.sum(jnp.stack(counts)) / sum(m.shape[0] for m in masks.values())
 
@@ -211,7 +212,8 @@ def masked_errors(
     lengths: tuple[int, ...],
     step_size: float,
 ) -> MaskedErrors:
-    """B3 and B4. ``lengths``: of attacks, ascending; each goes on where the one before has ended (A1)."""
+    """Returns the errors of B3 and B4. ``lengths``: lengths of attacks, ascending; each attack continues where the one
+    before ended (A1)."""
     passes = masked_passes(problem, parts, weights, inputs)
     error = passes.error
 
@@ -243,12 +245,12 @@ def masked_errors(
 
 
 def cross_entropy(problem: Problem, weights: Weights, inputs: Array) -> Float[Array, ""]:
-    """The cross-entropy of the target as it is; 0 for a toy."""
+    """Returns the cross-entropy of the undecomposed target; 0 for a toy."""
     return cross_entropy_of(problem, weights, inputs, problem.target.forward(weights, inputs, UNTOUCHED).output)
 
 
 def cross_entropy_of(problem: Problem, weights: Weights, inputs: Array, output: Array) -> Float[Array, ""]:
-    """The cross-entropy of the next token under an output of the target; 0 for a toy."""
+    """Returns the cross-entropy of the next token under an output of the target; 0 for a toy."""
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
         return jnp.zeros(())
     log_p = jax.nn.log_softmax(problem.target.predictions(weights, output[:, :-1]))
@@ -256,7 +258,7 @@ def cross_entropy_of(problem: Problem, weights: Weights, inputs: Array, output: 
 
 
 def second_moments(problem: Problem, weights: Weights, inputs: Array) -> Mapping[str, Float[Array, "layers d d"]]:
-    """Mean of ``x xᵀ`` of what each site reads, over the positions of a batch, by stack."""
+    """Returns the mean of ``x xᵀ`` over the positions of a batch, for what each site reads, by stack."""
     target, sites = problem.target, problem.target.sites
     clean = target.forward(weights, inputs, PlainLinears(sites, memory=target.memory))
     found = {}

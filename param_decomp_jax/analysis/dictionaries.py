@@ -1,4 +1,4 @@
-"""SAEs and transcoders beside a decomposition: latents of what they read, and what they give for it (B6)."""
+"""SAEs and transcoders, to compare a decomposition with: their latents and their outputs (B6)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from param_decomp_jax.targets.plain_linears import UNTOUCHED
 Encoder = Literal["standard", "jumprelu", "topk", "gated"]
 Normalization = Literal["none", "constant_norm_rescale", "layer_norm"]
 Tensors = Mapping[str, Array]
-"""The tensors of a dictionary with C latents: ``W_enc [d_in, C]``, ``W_dec [C, d_out]``, ``b_dec [d_out]``;
-``b_enc [C]``, or of a gated one ``b_gate``, ``b_mag`` and ``r_mag [C]``; ``threshold [C]`` of JumpReLU;
-``W_skip [d_out, d_in]``, if there is such a connection."""
+"""The tensors of a dictionary with C latents: ``W_enc [d_in, C]``, ``W_dec [C, d_out]``, ``b_dec [d_out]``, and ``b_enc
+[C]``. A gated dictionary has ``b_gate``, ``b_mag`` and ``r_mag [C]`` instead of ``b_enc``; JumpReLU also has
+``threshold [C]``, a skip connection ``W_skip [d_out, d_in]``."""
 
 
 @dataclass(frozen=True)
 class Dictionary:
     """What an SAE or a transcoder computes (B6), without its tensors.
 
-    ``reads``, ``writes``: an SAE writes where it reads. ``k``: of a top-k encoder. ``centered``: what it reads is first
-    brought to mean 0.
+    ``reads``, ``writes``: the same hook for an SAE. ``k``: the number of latents of a top-k encoder. ``centered``:
+    whether the mean of what it reads is subtracted first.
     """
 
     encoder: Encoder
@@ -44,12 +44,12 @@ class Dictionary:
         return self.reads != self.writes
 
     def read(self, x: Float[Array, "*n d_in"]) -> Float[Array, "*n d_in"]:
-        """The activation as it takes it, in fp32 at least."""
+        """Returns the activation as the encoder takes it, in fp32 or wider."""
         x = wide(x)
         return x - jnp.mean(x, axis=-1, keepdims=True) if self.centered else x
 
     def latents(self, tensors: Tensors, x: Float[Array, "*n d_in"]) -> Float[Array, "*n C"]:
-        """f. ``x``: as `read` gives it."""
+        """Returns the latents f. ``x``: as returned by `read`."""
         scale, shift = self._scale_and_shift(x)
         eps = 1e-5 if self.normalization == "layer_norm" else 0.0
         read = (x - shift) / (scale + eps)
@@ -71,7 +71,7 @@ class Dictionary:
                 return jnp.put_along_axis(jnp.zeros_like(z), numbers, jax.nn.relu(values), axis=-1, inplace=False)
 
     def output(self, tensors: Tensors, x: Float[Array, "*n d_in"], f: Float[Array, "*n C"]) -> Float[Array, "*n d_out"]:
-        """y. ``x``: as `read` gives it."""
+        """Returns the output y. ``x``: as returned by `read`."""
         y = f @ tensors["W_dec"] + tensors["b_dec"]
         if self.is_transcoder:
             return y + x @ tensors["W_skip"].T if "W_skip" in tensors else y
@@ -79,7 +79,7 @@ class Dictionary:
         return y * scale + shift
 
     def _scale_and_shift(self, x: Float[Array, "*n d_in"]) -> tuple[Float[Array, "*n 1"], Float[Array, "*n 1"]]:
-        """What the normalised activation is multiplied by, and then added to, to give ``x``."""
+        """Returns the scale and the shift that turn the normalised activation back into ``x``."""
         of_none = jnp.zeros_like(x[..., :1])
         match self.normalization:
             case "none":
@@ -91,13 +91,13 @@ class Dictionary:
 
 
 def fewer(tensors: Tensors, f: Float[Array, "*n C"], k: int) -> Float[Array, "*n C"]:
-    """f with the k largest ``f_j ‖W_dec,j‖`` at each position (B6); the others are 0."""
+    """Returns f with only the latents of the k largest ``f_j ‖W_dec,j‖`` at each position (B6); the others are 0."""
     sizes = f * jnp.linalg.norm(tensors["W_dec"], axis=-1)
     return f * largest({"f": sizes[None]}, k)["f"][0].astype(f.dtype)
 
 
 class ReplacedErrors(NamedTuple):
-    """L0, and R1 and the next token's cross-entropy with a dictionary's output in its place."""
+    """L0, and R1 and the next token's cross-entropy with a dictionary's output in place of the activation."""
 
     l0: Float[Array, ""]
     error: Float[Array, ""]
@@ -105,21 +105,21 @@ class ReplacedErrors(NamedTuple):
 
 
 def active(f: Float[Array, "*n C"]) -> Int[Array, "*n"]:
-    """Latents above 0 at each position."""
+    """Returns the number of latents above 0 at each position."""
     return jnp.sum(f > 0, axis=-1, dtype=jnp.int32)
 
 
 def most_active(
     problem: Problem, dictionary: Dictionary, tensors: Tensors, weights: Weights, inputs: Array
 ) -> Int[Array, ""]:
-    """The number of latents above 0 at the position of the clean pass that has most of them."""
+    """Returns the largest number of latents above 0 at any position of the clean pass."""
     return jnp.max(active(read_and_encode(problem, dictionary, tensors, weights, inputs)[1]))
 
 
 def read_and_encode(
     problem: Problem, dictionary: Dictionary, tensors: Tensors, weights: Weights, inputs: Array
 ) -> tuple[Float[Array, "B T d_in"], Float[Array, "B T C"]]:
-    """What a dictionary reads in the clean pass, and its latents."""
+    """Returns what a dictionary reads in the clean pass, and its latents."""
     target: Any = problem.target
     x = dictionary.read(activation(target, weights, inputs, dictionary.reads))
     return x, dictionary.latents(tensors, x)
@@ -134,7 +134,8 @@ def replaced_errors(
     x: Float[Array, "B T d_in"],
     f: Float[Array, "B T C"],
 ) -> ReplacedErrors:
-    """With what a dictionary gives for the latents ``f`` of ``x`` in place of the activation that it writes."""
+    """Returns errors with the dictionary's output for the latents ``f`` of ``x`` in place of the activation that it
+    writes."""
     target: Any = problem.target
     reference = target.reference(weights, target.forward(weights, inputs, UNTOUCHED).output)
     y = dictionary.output(tensors, x, f)

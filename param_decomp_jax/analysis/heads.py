@@ -14,14 +14,14 @@ from param_decomp_jax.targets.decoder import Decoder
 from param_decomp_jax.targets.plain_linears import PlainLayer, frozen_axes
 
 SEEN = "pattern"
-"""Record name of what is kept of a layer's attention."""
+"""The name of the record of a layer's attention."""
 SCORES = ("previous", "duplicate", "induction", "first")
 """The scores of H3, in order."""
 
 
 @dataclass
 class _ReadingLayer(PlainLayer):
-    """Keeps what ``read`` makes of the layer's attention."""
+    """Records what ``read`` computes from the layer's attention."""
 
     read: Callable[[Array], Array] = field(default=lambda pattern: pattern)
 
@@ -31,7 +31,8 @@ class _ReadingLayer(PlainLayer):
 
 @dataclass(frozen=True)
 class _ReadingLinears:
-    """Every matrix as it is; ``read`` of all layers' attention is kept, or of one layer, which is a scan of its own."""
+    """Applies every matrix as it is, and records ``read`` of the attention of all layers, or of one layer, which is
+    then a scan of its own."""
 
     memory: MemoryPolicy
     read: Callable[[Array], Array]
@@ -55,14 +56,16 @@ class _ReadingLinears:
 def attention_pattern(
     target: Decoder, weights: Weights, tokens: Int[Array, "B T"], layer: int
 ) -> Float[Array, "B heads T T"]:
-    """How much every position reads of every other in one layer of the clean pass; the last axis adds up to 1."""
+    """Returns how much every position attends to every other in one layer of the clean pass. The last axis adds up to
+    1."""
     reading = _ReadingLinears(target.memory, lambda pattern: pattern, layer)
     return target.forward(weights, tokens, reading).records[layer][SEEN][0]
 
 
 class ScoreSums(NamedTuple):
-    """H3 on some rows. ``sums``: of attention, by score as in `SCORES`; ``chance``: of a head that reads all positions
-    up to its own alike. ``counts``: the positions that count. A score is a sum divided by its count."""
+    """H3 on some rows of inputs. ``sums``: summed attention, by score as in `SCORES`. ``chance``: the same for a head
+    that attends equally to all positions up to its own. ``counts``: the number of positions that count. A score is a
+    sum divided by its count."""
 
     sums: Float[Array, "layers scores heads"]
     chance: Float[Array, " scores"]
@@ -70,7 +73,7 @@ class ScoreSums(NamedTuple):
 
 
 def head_scores(target: Decoder, weights: Weights, tokens: Int[Array, "B T"]) -> ScoreSums:
-    """H3 of the heads of every layer."""
+    """Returns the sums of H3 for the heads of every layer."""
     reads = _reads(tokens)
 
     def read(pattern: Float[Array, "B heads T T"]) -> Float[Array, "scores heads"]:
@@ -85,11 +88,11 @@ def head_scores(target: Decoder, weights: Weights, tokens: Int[Array, "B T"]) ->
 
 
 def _reads(tokens: Int[Array, "B T"]) -> Bool[Array, "scores B T T"]:
-    """Whether position t's attention to s belongs to a score, by [t, s]."""
+    """Returns whether position t's attention to s belongs to a score, indexed [t, s]."""
     T = tokens.shape[1]
     t, s = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
     same = tokens[:, :, None] == tokens[:, None, :]
-    follows = jnp.pad(same, ((0, 0), (0, 0), (1, 0)))[:, :, :T]  # the token at s − 1 is that at t
+    follows = jnp.pad(same, ((0, 0), (0, 0), (1, 0)))[:, :, :T]  # the token at s − 1 equals that at t
     previous, first = (jnp.broadcast_to(x, same.shape) for x in (s == t - 1, (s == 0) & (t > 0)))
     return jnp.stack([previous, same & (s < t), follows & (s < t), first])
 
@@ -102,8 +105,8 @@ def query_key(
     k: Float[Array, "m d_k"],
     distances: int,
 ) -> Float[Array, "distances heads n m"]:
-    """What vectors among a layer's queries add, with vectors among its keys, to the scores of its heads, at the
-    distances 0, 1, … between query and key (H2: κ, for rows of U of length 1)."""
+    """Returns what each pair of a vector among a layer's queries and one among its keys adds to the scores of its
+    heads, at the distances 0, 1, … between query and key (κ of H2, for rows of U of length 1)."""
     queries, keys = target.queries_and_keys(
         weights, layer, jnp.broadcast_to(q[:, None], (len(q), distances, q.shape[-1])), k[:, None]
     )

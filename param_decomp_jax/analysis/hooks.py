@@ -1,6 +1,6 @@
-"""Activations at hooks of a decoder: read in the clean pass, and passes with another in the place of one (B6).
+"""Activations at hooks of a decoder: reading them in the clean pass, and passes that replace one of them (B6).
 
-A hook has the name that TransformerLens gives it, and a decoder says which it has (`targets/decoder.py:Decoder.hooks`).
+Hooks have the names that TransformerLens gives them. `targets/decoder.py:Decoder.hooks` says which a decoder has.
 """
 
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ class Hook:
 
     @property
     def boundary(self) -> int | None:
-        """The number of the layer that a point of the residual stream goes into, or of all layers after the last; None
-        for a point within a layer."""
+        """The number of the layer that a point of the residual stream enters, or the number of all layers after the
+        last one; None for a point within a layer."""
         return {RESID_PRE: self.layer, RESID_POST: self.layer + 1}.get(self.name)
 
 
 @dataclass
 class _HookedLayer(PlainLayer):
-    """Keeps the activation at a hook, or puts ``value`` in its place."""
+    """Records the activation at a hook, or replaces it by ``value``."""
 
     name: str = ""
     value: Array | None = None
@@ -53,7 +53,7 @@ class _HookedLayer(PlainLayer):
 
 @dataclass(frozen=True)
 class _HookedLinears:
-    """Every matrix as it is, and a hook in one layer, which is a scan of its own."""
+    """Applies every matrix as it is, with a hook in one layer, which is a scan of its own."""
 
     at: Hook
     memory: MemoryPolicy
@@ -75,7 +75,7 @@ class _HookedLinears:
 
 
 def activation(target: Decoder, weights: Weights, inputs: Int[Array, "B T"], at: Hook) -> Float[Array, "B T d"]:
-    """The activation at a hook in the clean pass."""
+    """Returns the activation at a hook in the clean pass."""
     _check(target, at)
     if at.boundary == target.architecture.n_layers:
         last: Array = target.forward(weights, inputs, UNTOUCHED).output
@@ -92,7 +92,7 @@ def activation(target: Decoder, weights: Weights, inputs: Int[Array, "B T"], at:
 def output_with(
     target: Decoder, weights: Weights, inputs: Int[Array, "B T"], at: Hook, value: Float[Array, "B T d"]
 ) -> Float[Array, "B T d"]:
-    """The target's output with ``value`` in the place of the activation at a hook."""
+    """Returns the target's output with ``value`` in place of the activation at a hook."""
     _check(target, at)
     assert at.name != NORMALIZED, "can only be read"
     value = value.astype(target.compute_dtype)

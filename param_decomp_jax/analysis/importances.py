@@ -1,4 +1,4 @@
-"""Causal importances of one batch, from the target's weights and what a run has learned (section 3)."""
+"""The causal importances of one batch, from the target's weights and what a run has learned (section 3)."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -32,10 +32,11 @@ def read_batch(
     points: Collection[Point] = (),
     inputs_of_sites: bool = False,
 ) -> DecomposedBatch:
-    """The clean pass of a batch, and its importances, read as λ; ``learned``: with components of every stack.
+    """Runs the clean pass of a batch, and returns it with its importances, read as λ. ``learned``: with the components
+    of every stack.
 
-    ``outputs`` keeps the sites' outputs too, ``points`` the activations there, ``inputs_of_sites`` these whatever the
-    CI function reads.
+    ``outputs``: keeps the sites' outputs too. ``points``: keeps the activations there. ``inputs_of_sites``: keeps the
+    sites' inputs, even if the CI function does not read them.
     """
     clean_pass = run_clean_pass(problem, learned.ci, weights, inputs, outputs, points, inputs_of_sites)
     ci_outputs = causal_importance(problem, clean_pass, *learned)
@@ -46,10 +47,10 @@ def read_batch(
 def importance_logits(
     problem: Problem, learned: Learned, weights: Weights, inputs: Array
 ) -> dict[str, Float[Array, "layers *n C"]]:
-    """What λ is squashed from, of every site, by stack: beyond 0 and 1 it still tells a strong case from a weak one. Of
-    experts, that of every slot.
+    """Returns the logits that λ is squashed from, of every site, by stack. Beyond 0 and 1 they still tell strong cases
+    from weak ones. For experts, there is one for every slot.
 
-    All of it at once, whatever the memory policy says: for batches of a few positions.
+    All logits are computed at once, whatever the memory policy says, so use it for batches of a few positions.
     """
     target = problem.target
     memory = replace(target.memory, save=target.memory.save | {"logits"})
@@ -63,13 +64,14 @@ def importance_logits(
 def site_logits(
     problem: Problem, learned: Learned, weights: Weights, inputs: Array, names: Collection[str]
 ) -> dict[str, Float[Array, "*n C"]]:
-    """`importance_logits` of some sites, by name, made of these alone; −∞ where a site does not exist (X4)."""
+    """Returns `importance_logits` of some sites, by name, without computing the others; −∞ where a site does not exist
+    (X4)."""
     learned = _with_views(problem, learned)
     return _logits_by_name(problem, read_batch(_lazily(problem), learned, weights, inputs), names)
 
 
 def _with_views(problem: Problem, learned: Learned) -> Learned:
-    """The same, with components of every stack."""
+    """Returns ``learned`` with the components of every stack."""
     return learned._replace(components=with_views(learned.components, problem.target.sites))
 
 
@@ -80,9 +82,9 @@ def _by_name(
     chosen: ChosenExperts,
     fill: float,
 ) -> dict[str, Float[Array, "*n C"]]:
-    """What ``of_layer`` gives for some sites, from their stack's layer; it is called once for all experts of a layer.
+    """Returns ``of_layer`` for some sites, by name. It is called once for all experts of a layer.
 
-    An expert's site has ``fill`` where it does not exist (X4).
+    The site of an expert has ``fill`` where it does not exist (X4).
     """
     sites, layers = problem.target.sites, {}
     found = {}
@@ -102,7 +104,7 @@ def _by_name(
 def _of_expert(
     slots: Float[Array, "*n k C"], chosen: Int[Array, "*n k"], expert: int | Int[Array, ""], fill: float
 ) -> Float[Array, "*n C"]:
-    """What one expert has at every position, ``fill`` where it is not taken."""
+    """Returns what one expert has at every position, with ``fill`` where it is not taken."""
     own = chosen == expert
     value = jnp.take_along_axis(slots, jnp.argmax(own, axis=-1)[..., None, None], axis=-2)[..., 0, :]
     return jnp.where(jnp.any(own, axis=-1)[..., None], value, fill)
@@ -111,7 +113,7 @@ def _of_expert(
 def _logits_by_name(
     problem: Problem, batch: DecomposedBatch, names: Collection[str]
 ) -> dict[str, Float[Array, "*n C"]]:
-    """Logits of some sites of a ``batch`` that is read lazily. −∞ where a site does not exist."""
+    """Returns the logits of some sites of a ``batch`` that is read lazily; −∞ where a site does not exist."""
     reader = batch.reader
 
     def of_layer(stack: Stack, layer: int) -> Array:
@@ -130,7 +132,7 @@ def _logits_by_name(
 
 
 def squash_existing(squash: Squash, logits: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """Importances from logits of `site_logits`: 0 where a site does not exist (X4)."""
+    """Turns logits of `site_logits` into importances: 0 where a site does not exist (X4)."""
     exists = logits > -jnp.inf
     return jnp.where(exists, squash(jnp.where(exists, logits, 0)), 0)
 
@@ -147,7 +149,7 @@ class SiteReading(NamedTuple):
 def read_sites(
     problem: Problem, learned: Learned, weights: Weights, inputs: Array, names: Collection[str]
 ) -> tuple[CleanPass, dict[str, SiteReading]]:
-    """The clean pass of a batch, and what some sites' components do in it, by name."""
+    """Runs the clean pass of a batch, and returns it with a reading of some sites, by name."""
     batch = read_batch(_lazily(problem), _with_views(problem, learned), weights, inputs, inputs_of_sites=True)
     clean_pass, components, reader = batch.clean_pass, batch.components, batch.reader
     logits = _logits_by_name(problem, batch, names)
@@ -158,7 +160,7 @@ def read_sites(
         x = clean_pass.inputs
         if not stack.lookup:
             x = clean_pass.site_inputs[stack.name][layer].astype(problem.compute_dtype)
-        # On V, where it costs least: there are more positions than dimensions.
+        # V is scaled, which costs least: there are more positions than dimensions.
         scaled = (wide(V) * jnp.linalg.norm(wide(U), axis=-1)[..., None, :]).astype(V.dtype)
         chosen = reader.chosen[stack.name][layer] if stack.experts is not None else None
         return row_or_product(x, scaled, reader.groups(stack, chosen))
@@ -171,7 +173,7 @@ def read_sites(
 
 
 def _lazily(problem: Problem) -> Problem:
-    """The same, with logits made where they are read."""
+    """Returns the problem with logits computed where they are read."""
     target = problem.target
     memory = replace(target.memory, save=target.memory.save - {"logits"})
     return replace(problem, target=replace(target, memory=memory))  # type: ignore[type-var]
@@ -185,11 +187,11 @@ def chosen_logits(
     chosen: Mapping[str, Int[np.ndarray, "layers n"] | Int[Array, "layers n"]],
     first: tuple[int, ...] = (),
 ) -> dict[str, Float[Array, "layers *n n"]]:
-    """`importance_logits` of a few components of every site, by stack; nothing is made of the others.
+    """Returns `importance_logits` of a few components of every site, by stack, without computing the others.
 
-    ``chosen``: their numbers, by stack; of experts ``[layers, experts, n]``. Of experts the result is ``[layers,
-    experts, *n, n]``, −∞ where a site does not exist (X4). ``first``: of the first axes of the positions only so many
-    entries, as of the first rows of a batch.
+    ``chosen``: their numbers, by stack; for experts ``[layers, experts, n]``. The result for experts is ``[layers,
+    experts, *n, n]``, with −∞ where a site does not exist (X4). ``first``: how many entries of the first axes of the
+    positions are used, such as the first rows of a batch.
     """
     kept = tuple(slice(n) for n in first)
     batch = read_batch(_lazily(problem), _with_views(problem, learned), weights, inputs)
@@ -230,6 +232,6 @@ def chosen_logits(
 def lower_importances(
     problem: Problem, learned: Learned, weights: Weights, inputs: Array
 ) -> dict[str, Float[Array, "layers *n C"]]:
-    """λ of every site on one batch, by stack, as `importance_logits`."""
+    """Returns λ of every site on one batch, by stack, in the layout of `importance_logits`."""
     lower, _ = squashings(problem.decomposition.squashing)
     return jax.tree.map(lower, importance_logits(problem, learned, weights, inputs))

@@ -1,7 +1,8 @@
-"""Importances of one row of inputs, free at every component and position (section 16): as few as its output needs.
+"""Importances optimised for one row of inputs, at every component and position (section 16): as few as its output
+needs.
 
-The CI function must serve every text. For one prompt, its importances are a start: from there they are lowered as far
-as the output stays as near to the clean one as it was, with the others at random and under attack.
+The CI function must serve every text. For one prompt, its importances are a starting point. From there they are lowered
+as far as the output stays as close to the clean one as it was, with inactive components random and under attack.
 """
 
 from collections.abc import Sequence
@@ -25,18 +26,18 @@ from param_decomp_jax.method.step import Problem, hold_for_reading
 from param_decomp_jax.targets.base import Weights
 
 READINGS = ("ci", "random", "attack")
-"""What masks are made of λ with: no sources, random ones, those of an attack."""
+"""The sources that turn λ into masks: none, random ones, those of an attack."""
 
 LEAST_LOG_PRICE = -3.0
 
 Importances = dict[str, Float[Array, "*layers_lead C"]]
-"""λ by stack, of every component at every position; of experts, ``layers`` is two axes."""
+"""λ by stack, for every component at every position; for experts, ``layers`` is two axes."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What an output should keep (O2). ``row``: the position that counts; None for all. ``outputs``: the logits that
-    should stay as they are; None for all that the loss of the target compares."""
+    """What an output should preserve (O2). ``row``: the position that counts; None for all. ``outputs``: the logits to
+    preserve; None for everything that the target's loss compares."""
 
     row: int | None
     outputs: tuple[int, ...] | None = None
@@ -45,7 +46,7 @@ class Measure:
 @dataclass(frozen=True)
 class Descent:
     """How importances are lowered (O3, O4). ``penalty``: ψ of L2, annealed over ``steps``. ``ascent``: how far a source
-    of the attack moves in a step. ``price_rate``: how fast the weight of a reading follows its error."""
+    of the attack moves per step. ``price_rate``: how fast the weight of a reading follows its error."""
 
     measure: Measure
     penalty: Lp | SmoothL0
@@ -57,7 +58,8 @@ class Descent:
 
 @dataclass(frozen=True)
 class ReadingTest:
-    """How errors are judged (O2): a mean over ``draws`` at random, the worst of attacks from ``starts`` starts."""
+    """How errors are judged (O2): by the mean over ``draws`` random draws, and by the worst of attacks from ``starts``
+    starts."""
 
     draws: int
     starts: int
@@ -68,7 +70,7 @@ _RANDOM = FreshAttack("random", 0.0, 0, "unique_per_datapoint")
 
 
 class Lowered(eqx.Module):
-    """State of a descent: λ, moments of Adam, the attack's sources, the logarithm of each reading's weight."""
+    """The state of a descent: λ, Adam's moments, the attack's sources, and the logarithm of each reading's weight."""
 
     importances: Importances
     moments: optax.OptState
@@ -78,7 +80,7 @@ class Lowered(eqx.Module):
 
 
 def start_lowering(problem: Problem, importances: Importances, leading: tuple[int, ...], descent: Descent) -> Lowered:
-    """A descent that begins at these importances."""
+    """Returns the state of a descent that starts from these importances."""
     sources = _random_sources(problem, leading, jax.random.key(0))
     moments = _adam(descent).init(importances)
     return Lowered(importances, moments, sources, jnp.zeros(len(READINGS)), jnp.zeros((), jnp.int32))
@@ -95,9 +97,9 @@ def lower(
     descent: Descent,
     n_steps: int,
 ) -> Lowered:
-    """``n_steps`` steps of the descent (O3, O4).
+    """Takes ``n_steps`` steps of the descent (O3, O4).
 
-    ``allowed``: error of each reading that is aimed at. ``at_start``: `penalty_total` of the importances at the start.
+    ``allowed``: the error aimed at for each reading. ``at_start``: `penalty_total` of the importances at the start.
     """
     errors = PromptErrors(problem, learned, weights, inputs, descent.measure)
     key = jax.random.key(1)
@@ -112,7 +114,7 @@ def lower(
         importances = jax.tree.map(lambda x, u: jnp.clip(x + u, 0, 1), state.importances, updates)
         sources = jax.tree.map(lambda s, g: jnp.clip(s + descent.ascent * jnp.sign(g), 0, 1), state.sources, of_sources)
         excess = jnp.clip(found / allowed - 1, -1, 1)
-        # Bounded below, so that a reading that was no trouble for long is heard at once when it is.
+        # Bounded below, so that a reading whose error was small for long counts again as soon as its error grows.
         log_prices = jnp.maximum(state.log_prices + descent.price_rate * excess, LEAST_LOG_PRICE)
         return Lowered(importances, moments, sources, log_prices, state.step + 1)
 
@@ -130,7 +132,8 @@ def lowering_loss(
     at_start: Float[Array, ""],
     step: Int[Array, ""],
 ) -> tuple[Float[Array, ""], Float[Array, " readings"]]:
-    """What a step descends in λ, and ascends in the attack's ``sources`` (O3); and the error of each reading.
+    """Returns the loss that a step descends in λ and ascends in the attack's ``sources`` (O3), and the error of each
+    reading.
 
     ``drawn``: sources of reading ``random``.
     """
@@ -142,7 +145,7 @@ def lowering_loss(
 def penalty_total(descent: Descent, importances: Importances, step: Int[Array, ""]) -> Float[Array, ""]:
     """``Σ ψ(λ)`` over all components and positions, at a step of the descent.
 
-    Where λ is 0 it has no gradient: whether a component comes back is up to the errors.
+    It has no gradient where λ is 0, so only the errors decide whether a component comes back.
     """
     of_stacks = []
     for x in importances.values():
@@ -161,7 +164,7 @@ def reading_errors(
     measure: Measure,
     test: ReadingTest,
 ) -> Float[Array, " readings"]:
-    """The error of each reading of these importances (O2)."""
+    """Returns the error of each reading of these importances (O2)."""
     errors = PromptErrors(problem, learned, weights, inputs, measure)
     for_draws, for_attacks = jax.random.split(key)
     drawn = jax.lax.map(
@@ -192,17 +195,17 @@ class PromptErrors:
         self._problem, self._measure, self._weights = problem, measure, weights
         batch = read_batch(problem, hold_for_reading(problem, learned), weights, inputs)
         self.clean_pass: CleanPass = batch.clean_pass
-        # Masks are given whole, as sources of what counts as λ = 0.
+        # λ counts as 0 here, so that sources are the masks themselves.
         self._batch = batch.with_squash(jnp.zeros_like)
         self._live = tuple(range(len(problem.target.sites)))
 
     def draw(self, key: Array) -> Bundle:
-        """Sources of reading ``random``."""
+        """Draws the sources of the reading ``random``."""
         sites, use_delta = self._problem.target.sites, self._problem.decomposition.use_delta
         return draw_stochastic(Stochastic(), key, sites, self._live, self.clean_pass.at, use_delta)
 
     def of(self, maskings: Sequence[Bundle]) -> Float[Array, " maskings"]:
-        """O2, of each masking."""
+        """Returns the error of O2 for each masking."""
         streams = [Stream(self._live, GivenSources(masks, self.clean_pass.batch)) for masks in maskings]
         forwards = run_masked(self._batch, streams).forwards
         clean, *masked = (self._at_row(f.output) for f in (self.clean_pass.forward, *forwards))
@@ -218,7 +221,7 @@ class PromptErrors:
         return output if row is None else output[:, row : row + 1]
 
     def _kept(self, output: Float[Array, "B *n d"]) -> Float[Array, "B *n outputs"]:
-        """E3 of the outputs to keep."""
+        """Returns E3 of the outputs to preserve."""
         predictions = self._problem.target.predictions(self._weights, output)
         if self._measure.row is not None:
             predictions = predictions - jnp.mean(predictions, axis=-1, keepdims=True)
@@ -226,7 +229,7 @@ class PromptErrors:
 
 
 def _masks(importances: Importances, sources: Bundle | None) -> Bundle:
-    """M1; without sources, masks are λ and the delta is off."""
+    """Returns the masks of M1. Without sources, masks are λ and the delta is off."""
     if sources is None:
         return {name: Sources(x, None) for name, x in importances.items()}
     return {name: Sources(interpolate(x, sources[name].components), sources[name].delta)
@@ -234,7 +237,7 @@ def _masks(importances: Importances, sources: Bundle | None) -> Bundle:
 
 
 def _random_sources(problem: Problem, leading: tuple[int, ...], key: Array) -> Bundle:
-    """Where an attack starts."""
+    """Draws the sources from which an attack starts."""
     sites = problem.target.sites
     live = tuple(range(len(sites)))
     return initial_sources(_RANDOM, key, sites, live, leading, problem.decomposition.use_delta)

@@ -1,7 +1,7 @@
 """Causal importance: from clean activations to one logit per component and position, and to λ and υ (section 3).
 
 A CI function has two parts. ``features`` sees the clean inputs of many sites at once (None for a layerwise function);
-``logits`` is one site's head on them. Cutting it there lets a head be run where its mask is used, or all at once.
+``logits`` is one site's head on them. So a head can run where its mask is used, or all heads at once.
 """
 
 from dataclasses import dataclass, replace
@@ -59,12 +59,13 @@ CIConfig = FunctionConfig | ComponentReadout
 
 
 def without_readout(config: CIConfig) -> FunctionConfig:
-    """The CI function itself."""
+    """Returns the configuration of the CI function itself."""
     return config.function if isinstance(config, ComponentReadout) else config
 
 
 def groups_with_taps(config: CIConfig, sites: Sites) -> list[tuple[Taps, list[int]]]:
-    """The taps of each group's function, a global one's alone, with the group's layers (C10); empty without taps."""
+    """Returns the taps of each group's function with the group's layers (C10). A global function is one group; empty
+    without taps."""
     match without_readout(config):
         case ChunkwiseTransformer(layers_per_chunk=n, taps=Taps() as taps):
             return [(taps, layers) for run in runs_of_groups(sites, n) for layers in run.layers_of_groups()]
@@ -75,15 +76,16 @@ def groups_with_taps(config: CIConfig, sites: Sites) -> list[tuple[Taps, list[in
 
 
 def taps_of_groups(config: CIConfig, sites: Sites) -> list[tuple[int, ...]]:
-    """The residual streams that each group's function reads, a global one's alone (C10); empty without taps.
+    """Returns the residual streams that each group's function reads (C10). A global function is one group; empty
+    without taps.
 
-    UnfitTaps for a group that has none.
+    Raises UnfitTaps for a group that reads none.
     """
     return [taps.boundaries(layers) for taps, layers in groups_with_taps(config, sites)]
 
 
 def with_residual_width(config: CIConfig, width: int | None) -> CIConfig:
-    """The configuration for a target whose residual stream has this width."""
+    """Returns the configuration for a target whose residual stream has this width."""
     function = without_readout(config)
     if not isinstance(function, LayerwiseMLP) and function.taps is not None:
         function = replace(function, taps=replace(function.taps, width=width))
@@ -91,7 +93,7 @@ def with_residual_width(config: CIConfig, width: int | None) -> CIConfig:
 
 
 def longest_row(config: CIConfig) -> int | None:
-    """Most tokens that a CI function takes in a row; None without a limit."""
+    """Returns the most tokens that a CI function takes in a row; None without a limit."""
     match without_readout(config):
         case GlobalTransformer(max_len=longest) | ChunkwiseTransformer(GlobalTransformer(max_len=longest)):
             return longest
@@ -100,7 +102,7 @@ def longest_row(config: CIConfig) -> int | None:
 
 
 def init_ci(config: CIConfig, key: PRNGKeyArray, sites: Sites) -> CIFunction:
-    """A CI function with fresh weights."""
+    """Returns a CI function with fresh weights."""
     match config:
         case LayerwiseMLP():
             return init_layerwise(config, key, sites)

@@ -27,7 +27,8 @@ from param_decomp_jax.sharding.remat import over_layers
 
 @dataclass(frozen=True)
 class InputPatterns:
-    """Sites whose name one of ``patterns`` (fnmatch) matches, alone or behind one of ``prefixes``."""
+    """The sites whose name matches one of ``patterns`` (fnmatch), with or without one of ``prefixes`` before the
+    pattern."""
 
     patterns: tuple[str, ...]
     prefixes: tuple[str, ...] = ()
@@ -37,13 +38,14 @@ class InputPatterns:
 
 
 class UnfitGroups(ValueError):
-    """Input patterns that do not fit the groups of sites; the message names the pattern or the site."""
+    """Input patterns that do not fit the groups of sites. The message names the pattern or the site."""
 
 
 @dataclass(frozen=True)
 class ChunkwiseTransformer:
-    """``transformer``: that of every group. ``layers_per_chunk``: layers with sites whose sites form a group.
-    ``inputs``: the sites whose inputs are read; None: all. ``taps``: what is read in place of inputs (C10)."""
+    """The settings of C6. ``transformer``: the transformer of every group. ``layers_per_chunk``: how many layers with
+    sites form a group. ``inputs``: the sites whose inputs are read; None: all. ``taps``: what is read in place of
+    inputs (C10)."""
 
     transformer: GlobalTransformer
     layers_per_chunk: int = 1
@@ -53,10 +55,10 @@ class ChunkwiseTransformer:
 
 @dataclass(frozen=True)
 class AlikeGroups:
-    """Groups one after the other, alike in the sites of their layers, which one scan computes.
+    """Consecutive groups whose layers have the same kinds of sites, so that one scan computes them.
 
-    ``first``: number of the first group; ``n``: how many. ``layers``: of all of them, by segment. There are several
-    segments only where ``n`` is 1.
+    ``first``: the number of the first group. ``n``: how many groups. ``layers``: the layers of all of them, by segment.
+    There are several segments only if ``n`` is 1.
     """
 
     first: int
@@ -71,18 +73,18 @@ class AlikeGroups:
         return (stop - first) // self.n
 
     def layers_of_groups(self) -> list[list[int]]:
-        """The layers with sites of each group."""
+        """Returns the layers with sites of each group."""
         layers = [layer for _, first, stop in self.layers for layer in range(first, stop)]
         size = len(layers) // self.n
         return [layers[n : n + size] for n in range(0, len(layers), size)]
 
     def boundaries(self, taps: Taps) -> list[tuple[int, ...]]:
-        """What each of the groups reads, equally many of each."""
+        """Returns the residual streams that each group reads, the same number for each."""
         return [taps.boundaries(layers) for layers in self.layers_of_groups()]
 
 
 def runs_of_groups(sites: Sites, layers_per_chunk: int) -> tuple[AlikeGroups, ...]:
-    """The groups of C6, in order, in runs of alike ones."""
+    """Returns the groups of C6 in order, in runs that one scan computes."""
     layers = [(segment, layer) for segment in sites.segments for layer in range(segment.first, segment.stop)]
     chunks = [layers[n : n + layers_per_chunk] for n in range(0, len(layers), layers_per_chunk)]
 
@@ -101,10 +103,10 @@ def runs_of_groups(sites: Sites, layers_per_chunk: int) -> tuple[AlikeGroups, ..
 
 
 def stacks_read(config: ChunkwiseTransformer, sites: Sites) -> frozenset[str]:
-    """The stacks whose sites' inputs are read.
+    """Returns the stacks whose sites' inputs are read.
 
-    UnfitGroups for a pattern without a site, for a stack of which only some sites are read, and for a group of which
-    nothing is.
+    Raises UnfitGroups for a pattern without a site, for a stack of which only some sites are read, and for a group that
+    reads nothing.
     """
     assert config.taps is None, "taps are read in place of inputs"
     if config.inputs is None:
@@ -133,8 +135,8 @@ def stacks_read(config: ChunkwiseTransformer, sites: Sites) -> frozenset[str]:
 
 
 class ChunkwiseCI(GlobalCI):
-    """``project``: as of one transformer for all sites, with a bias for each group. ``blocks``: of all groups, with two
-    leading axes, groups and blocks."""
+    """The CI function of C6. ``project``: as in one transformer for all sites, but with a bias for each group.
+    ``blocks``: the blocks of all groups, with two leading axes, groups and blocks."""
 
     project: JointAffine
     blocks: Block
@@ -148,13 +150,14 @@ class ChunkwiseCI(GlobalCI):
         return tuple(boundary for run in self.runs for boundary in self._boundaries(run))
 
     def _boundaries(self, run: AlikeGroups) -> list[int]:
-        """Those of all groups of a run, one group after the other."""
+        """Returns the boundaries of all groups of a run, in the order of the groups."""
         return [] if self.config.taps is None else [own for group in run.boundaries(self.config.taps) for own in group]
 
     def features(
         self, inputs: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
     ) -> StackFeatures:
-        """The last hidden state of every group's transformer, from what is read; ``leading`` as for the global one.
+        """Returns the last hidden state of every group's transformer, from what is read. ``leading``: as for the global
+        transformer.
 
         The stacks of a segment share an array.
         """
@@ -172,8 +175,8 @@ class ChunkwiseCI(GlobalCI):
         )
 
     def _read(self, run: AlikeGroups, inputs: Reads) -> tuple[Any, Callable[[Any], SummableInputs], dict[str, Any]]:
-        """What the groups of a run read: arrays with an axis in front that is cut into groups, what makes inputs of
-        one group's arrays, and the rows that these are multiplied by."""
+        """Returns what the groups of a run read: arrays whose first axis is cut into groups, a function from one
+        group's arrays to inputs, and the rows that multiply these."""
         if self.config.taps is not None:
             assert isinstance(inputs, ResidualInputs), "taps are residual streams"
             boundaries = self._boundaries(run)
@@ -198,12 +201,13 @@ class ChunkwiseCI(GlobalCI):
         by_layer = jax.tree.map(lambda x: x.reshape(run.n, x.shape[0] // run.n, *x.shape[1:]), (arrays, rows))
         by_group = jax.tree.map(lambda x: x[run.groups], (self.project.b, self.blocks))
         block_axes = jax.tree.map(Axes.under, self.blocks.axes())
-        # A group's blocks are written out where what they send is to go together: that of a loop's rounds cannot.
+        # A group's blocks are unrolled if their transfers are to be combined, because transfers of different iterations
+        # of a loop cannot be.
         inside = memory if memory.collective_mib is None else replace(memory, layers="unroll")
 
         def group(_: None, own: Any) -> tuple[None, Array]:
             (arrays, rows), (b, blocks) = own
-            # Of a whole group at once: few gathers, and large ones.
+            # Gathered for a whole group at once: few and large gathers.
             blocks = gather_tree(blocks, block_axes, compute_dtype)
             into = replace_fields(self.project, rows=rows, b=b)
             h = into(of_arrays(arrays), leading, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory)
@@ -214,7 +218,7 @@ class ChunkwiseCI(GlobalCI):
         return found
 
     def axes(self) -> Any:
-        """Every matrix is split by output, the heads by component."""
+        """Returns the axes: every matrix is split by output, the heads by component."""
         return replace_fields(
             self,
             project=self.project.axes(),
@@ -224,7 +228,7 @@ class ChunkwiseCI(GlobalCI):
 
 
 def init_chunkwise(config: ChunkwiseTransformer, key: PRNGKeyArray, sites: Sites) -> ChunkwiseCI:
-    """Fresh weights (C6, C10). Raises UnfitGroups, UnfitTaps."""
+    """Draws fresh weights (C6, C10). Raises UnfitGroups, UnfitTaps."""
     to_input, to_blocks, to_heads = jax.random.split(key, 3)
     d, runs = config.transformer.d_model, runs_of_groups(sites, config.layers_per_chunk)
     n_groups = sum(run.n for run in runs)
@@ -254,7 +258,8 @@ def init_chunkwise(config: ChunkwiseTransformer, key: PRNGKeyArray, sites: Sites
 
 
 def widths_of_layers(runs: Sequence[AlikeGroups], read: frozenset[str]) -> dict[int, int]:
-    """For every layer with sites, the width of its group's concatenation. ``read``: the stacks that are in it."""
+    """Returns, for every layer with sites, the width of its group's concatenation. ``read``: the stacks that are in
+    it."""
     found: dict[int, int] = {}
     for run in runs:
         width = sum(

@@ -28,14 +28,16 @@ from param_decomp_jax.sharding.mesh import constrain, gather_tree, replace_field
 
 @dataclass(frozen=True)
 class GlobalMLP:
-    """``hidden``: widths of the hidden layers, at least one. ``taps``: what it reads; None: the inputs of all sites."""
+    """The settings of the global MLP. ``hidden``: the widths of the hidden layers, at least one. ``taps``: what it
+    reads; None: the inputs of all sites."""
 
     hidden: tuple[int, ...]
     taps: Taps | None = None
 
 
 class GlobalMLPCI(GlobalCI):
-    """An MLP ``Σ d_in → hidden … → Σ C``, its first layer kept by stack and its last one cut into heads by site."""
+    """An MLP ``Σ d_in → hidden … → Σ C``, with its first layer kept by stack and its last layer cut into one head per
+    site."""
 
     first: JointAffine
     middle: MLP
@@ -45,7 +47,8 @@ class GlobalMLPCI(GlobalCI):
     def features(
         self, inputs: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
     ) -> Float[Array, "*n d"]:
-        """The last hidden layer, from what is read; ``leading``: axes of an activation before its last one."""
+        """Returns the last hidden layer, from what is read. ``leading``: the axes of an activation before its last
+        one."""
         read = read_by(self.boundaries, inputs)
         h = gelu(self.first(read, leading, lambda x: x.astype(compute_dtype), memory)).astype(compute_dtype)
         for layer in self.middle:
@@ -53,7 +56,7 @@ class GlobalMLPCI(GlobalCI):
         return constrain(h, "batch")
 
     def axes(self) -> Any:
-        """Every matrix is split by output, the heads by component."""
+        """Returns the axes: every matrix is split by output, the heads by component."""
         return replace_fields(
             self,
             first=self.first.axes(),
@@ -63,7 +66,7 @@ class GlobalMLPCI(GlobalCI):
 
 
 def init_global_mlp(config: GlobalMLP, key: PRNGKeyArray, sites: Sites) -> GlobalMLPCI:
-    """Fresh weights (C4)."""
+    """Draws fresh weights (C4)."""
     to_first, to_middle, to_heads = jax.random.split(key, 3)
     widths = zip(config.hidden[:-1], config.hidden[1:], strict=True)
     middle = tuple(

@@ -1,8 +1,8 @@
 """Inputs of a CI function that reads every site at once (F5): kept from the clean pass, or recomputed from it.
 
-A global CI function maps all sites' clean inputs into one sum (`JointAffine`). Kept, those inputs are the largest
-arrays of the clean pass. They can instead be recomputed, layer by layer, from the residual at which each layer starts,
-which masked forwards need anyway (F6).
+A global CI function maps all sites' clean inputs into one sum (`JointAffine`). If they are kept, those inputs are the
+largest arrays of the clean pass. They can instead be recomputed, layer by layer, from the residual at which each layer
+starts, which masked forwards need anyway (F6).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,44 +20,46 @@ from param_decomp_jax.targets.base import Target, UniformLayers, Weights, layers
 from param_decomp_jax.targets.plain_linears import CHOSEN, RESIDUAL, PlainLayer, frozen_axes
 
 SiteInputs = dict[str, Float[Array, "layers *n d_in"]]
-"""Clean inputs of the sites, by stack."""
+"""The clean inputs of the sites, by stack."""
 
 ChosenExperts = dict[str, Int[Array, "..."]]
-"""The experts that the clean pass's positions take, ``[layers, *n, k]``, by stack; of the stacks of experts alone."""
+"""The experts that the positions of the clean pass take, ``[layers, *n, k]``, by stack; only stacks of experts are in
+it."""
 
 Contribution = Callable[[Float[Array, "*n d_in"], Any, ExpertGroups | None], Array]
-"""From a site's clean input and the site's own parameters to its summand. Groups: of experts, all at once."""
+"""A function from a site's clean input and the site's own parameters to its summand. With groups, it returns the
+summand of all experts at once."""
 
 
 LayerRange = tuple[Segment, int, int]
-"""Some layers of a segment: the first, and the one after the last."""
+"""A range of layers of a segment: the first layer, and the one after the last."""
 
 
 @runtime_checkable
 class SummableInputs(Protocol):
-    """Clean inputs of some layers' sites."""
+    """The clean inputs of some layers' sites."""
 
     def sum_over_sites(
         self, start: Array, contribution: Contribution, parameters: dict[str, Any], recompute: bool
     ) -> Array:
-        """``start + Σ contribution(input, parameters)`` over the sites; ``parameters`` by stack, with a layer axis, of
-        the stacks that are read.
+        """Returns ``start + Σ contribution(input, parameters)`` over the sites. ``parameters``: by stack, with a layer
+        axis, for the stacks that are read.
 
-        ``recompute``: a site's summand is recomputed in the backward pass.
+        ``recompute``: whether a site's summand is recomputed in the backward pass.
         """
         ...
 
 
 @runtime_checkable
 class CIInputs(SummableInputs, Protocol):
-    """Clean inputs of all sites. ``by_stack``: the arrays themselves; empty where they are recomputed."""
+    """The clean inputs of all sites. ``by_stack``: the arrays themselves; empty if they are recomputed."""
 
     @property
     def by_stack(self) -> SiteInputs: ...
 
     def of_layers(self, layers: Sequence[LayerRange]) -> tuple[Any, Callable[[Any], SummableInputs]]:
-        """What the inputs of some layers' sites are made of, arrays with an axis of layers in front; and what makes
-        inputs of such arrays, or of their slices of some of these layers."""
+        """Returns what the inputs of some layers' sites are computed from, as arrays with a leading layer axis, and a
+        function that turns such arrays, or slices of them along that axis, into inputs."""
         ...
 
 
@@ -88,7 +90,7 @@ class KeptInputs:
 
             def add(total: Array, layer: Any, experts: int = experts) -> tuple[Array, None]:
                 x, own, chosen = layer
-                # Added outside of what is recomputed, so that no partial sum is kept.
+                # Added outside of what is recomputed, so that partial sums are not kept.
                 return total + summand(x, own, group(chosen, experts) if experts else None), None
 
             start, _ = lax.scan(add, start, (x, parameters[name], self.chosen.get(name)))
@@ -97,7 +99,8 @@ class KeptInputs:
 
 @dataclass
 class _SummingLayer(PlainLayer):
-    """A layer of the clean pass that collects its sites' summands. ``parameters``: of this layer's sites, by kind."""
+    """A layer of the clean pass that collects its sites' summands. ``parameters``: those of this layer's sites, by
+    kind."""
 
     contribution: Contribution = field(kw_only=True)
     parameters: dict[str, Any] = field(kw_only=True)
@@ -129,7 +132,7 @@ class _SummingLayer(PlainLayer):
 
 @dataclass(frozen=True)
 class RecomputedInputs:
-    """The inputs, recomputed layer by layer. ``records``: of the clean pass, with every residual."""
+    """The inputs, recomputed layer by layer. ``records``: the records of the clean pass, with every residual."""
 
     target: Target
     weights: Weights
@@ -164,7 +167,7 @@ class RecomputedInputs:
         contribution: Contribution,
         parameters: dict[str, Any],
     ) -> Array:
-        """The summands of some layers of a segment; ``arrays``: their residuals and weights."""
+        """Adds the summands of some layers of a segment. ``arrays``: their residuals and weights."""
         by_kind = {stack.kind: parameters[stack.name] for stack in segment.stacks if stack.name in parameters}
         if not by_kind:
             return start
@@ -178,14 +181,14 @@ class RecomputedInputs:
                 total = total + other
             return total
 
-        # The layer is always recomputed: keeping what it computes would mean keeping the inputs.
+        # The layer is always recomputed, because keeping its results would mean keeping the inputs.
         recomputed = jax.checkpoint(layer_sum, prevent_cse=False)
         return lax.scan(lambda total, layer: (total + recomputed(*layer), None), start, (*arrays, by_kind))[0]
 
 
 @dataclass(frozen=True)
 class _RecomputedLayers:
-    """Inputs of some layers' sites, recomputed from ``arrays``: by segment, residuals and weights."""
+    """The inputs of some layers' sites, recomputed from ``arrays``: residuals and weights, by segment."""
 
     inputs: RecomputedInputs
     segments: Sequence[tuple[Segment, UniformLayers]]
@@ -200,12 +203,12 @@ class _RecomputedLayers:
 
 
 def site_inputs(sites: Sites, records: dict[int, dict[str, Array]]) -> SiteInputs:
-    """The sites' inputs from the records of a clean pass that kept them."""
+    """Returns the sites' inputs from the records of a clean pass that kept them."""
     return {stack.name: records[segment.first][stack.reads] for segment in sites.segments for stack in segment.stacks}
 
 
 def chosen_experts(sites: Sites, records: dict[int, dict[str, Array]]) -> ChosenExperts:
-    """From the records of a clean pass."""
+    """Returns the chosen experts from the records of a clean pass."""
     return {
         stack.name: records[segment.first][CHOSEN]
         for segment in sites.segments

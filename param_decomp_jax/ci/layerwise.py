@@ -1,4 +1,4 @@
-"""Layerwise CI functions (C4): a site's importances depend on its own clean input alone."""
+"""Layerwise CI functions (C4): a site's importances depend only on its own clean input."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -23,15 +23,15 @@ from param_decomp_jax.sharding.mesh import replace_fields
 
 @dataclass(frozen=True)
 class LayerwiseMLP:
-    """``shared_mlp``: one MLP d_in → C per site. ``mlp``: one scalar MLP per component, on x · V[:, c].
-    ``vector_mlp``: one MLP d_in → 1 per component."""
+    """The settings of a layerwise function. ``shared_mlp``: one MLP d_in → C per site. ``mlp``: one scalar MLP per
+    component, on x · V[:, c]. ``vector_mlp``: one MLP d_in → 1 per component."""
 
     kind: Literal["mlp", "vector_mlp", "shared_mlp"]
     hidden: tuple[int, ...]
 
 
 class _Layerwise(eqx.Module):
-    """An MLP, or one per component, for every site, by stack; the sites share nothing."""
+    """An MLP, or one per component, for every site, by stack. The sites share nothing."""
 
     jointly: ClassVar[bool] = False
     heads: dict[str, MLP]
@@ -61,7 +61,7 @@ class SharedMLP(_Layerwise):
         return apply_mlp(head, x, groups)
 
     def axes(self) -> Any:
-        """Hidden layers are split by unit, the last one by component."""
+        """Returns the axes: hidden layers are split by unit, the last one by component."""
 
         def mlp_axes(mlp: MLP) -> Any:
             *hidden, last = mlp
@@ -72,7 +72,7 @@ class SharedMLP(_Layerwise):
 
 
 class ScalarMLP(_Layerwise):
-    """Every component has its own MLP ``1 → hidden … → 1`` on the scalar ``x · V[:, c]``.
+    """One MLP ``1 → hidden … → 1`` for every component, on the scalar ``x · V[:, c]``.
 
     The scalar is not detached (C5): losses reach V through it.
     """
@@ -93,12 +93,12 @@ class ScalarMLP(_Layerwise):
         return jnp.moveaxis(apply_scalar_mlps(head, scalars), 0, -1)
 
     def axes(self) -> Any:
-        """Every component has its own."""
+        """Returns the axes: every array is split by component."""
         return replace_fields(self, heads=_per_component_axes(self.heads))
 
 
 class VectorMLP(_Layerwise):
-    """Every component has its own MLP ``d_in → hidden … → 1``."""
+    """One MLP ``d_in → hidden … → 1`` for every component."""
 
     @staticmethod
     def logits(
@@ -113,7 +113,7 @@ class VectorMLP(_Layerwise):
         return per_component(head, x)[..., 0]
 
     def axes(self) -> Any:
-        """Every component has its own."""
+        """Returns the axes: every array is split by component."""
         return replace_fields(self, heads=_per_component_axes(self.heads))
 
 
@@ -128,7 +128,7 @@ LayerwiseCI = SharedMLP | ScalarMLP | VectorMLP
 
 
 def init_layerwise(config: LayerwiseMLP, key: PRNGKeyArray, sites: Sites) -> LayerwiseCI:
-    """Fresh weights; those of a site depend on its canonical number, not on how sites are stacked."""
+    """Draws fresh weights. Those of a site depend on its canonical number, not on how sites are stacked."""
 
     def head(key: PRNGKeyArray, stack: Stack) -> MLP:
         match config.kind:

@@ -1,7 +1,7 @@
 """Outputs of the CI function on a batch, in the form that the memory policy asks for, and how sites read them.
 
 `Logits` holds the logits of every site. `LazyLogits` holds what they are computed from, the last hidden layer and every
-site's head: then a site's logits exist only where they are used, for one block of its components at a time.
+site's head. A site's logits then exist only where they are used, for one block of its components at a time.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,18 +26,18 @@ from param_decomp_jax.sharding.mesh import Axes, at_rest, constrain, gather_tree
 from param_decomp_jax.sharding.remat import component_blocks, over_layers
 
 Summarise = Callable[[Float[Array, "*n C"], OverPositions], Any]
-"""From the logits of some components of one site to sums over the positions: arrays ``[C, …]``."""
+"""A function from the logits of some components of one site to sums over the positions: arrays ``[C, …]``."""
 
 
 class Logits(eqx.Module):
-    """Logits of every site at once, by stack; of experts, of every slot."""
+    """The logits of every site at once, by stack; for experts, those of every slot."""
 
     by_stack: dict[str, Float[Array, "layers *n C"]]
 
 
 class StackFeatures(eqx.Module):
-    """What heads read where it is not the same for all sites. An array may be that of several stacks; ``of_stack`` says
-    of every stack which one its heads read."""
+    """What heads read if it differs between sites. Several stacks may share an array; ``of_stack`` gives the array that
+    the heads of each stack read."""
 
     shared: dict[str, Float[Array, "layers *n d"]]
     of_stack: tuple[tuple[str, str], ...] = eqx.field(static=True)
@@ -48,15 +48,15 @@ class StackFeatures(eqx.Module):
 
 
 class LazyLogits(eqx.Module):
-    """``features``: of all positions, common to all sites or `StackFeatures`; None for a layerwise function. ``heads``:
-    the CI function's own, by stack."""
+    """What logits are computed from. ``features``: those of all positions, one array for all sites or `StackFeatures`;
+    None for a layerwise function. ``heads``: the heads of the CI function, by stack."""
 
     features: Any
     heads: dict[str, Any]
 
 
 CIOutputs = Logits | LazyLogits
-"""A pytree with respect to which losses are differentiated."""
+"""The outputs of a CI function: a pytree with respect to which losses are differentiated."""
 
 
 def run_ci_function(
@@ -69,14 +69,14 @@ def run_ci_function(
     chosen: ChosenExperts | None = None,
     head_inputs: dict[str, Any] | None = None,
 ) -> CIOutputs:
-    """The CI function's outputs on clean, constant ``inputs`` (F5, C10); V is not detached (C5).
+    """Returns the CI function's outputs on clean, constant ``inputs`` (F5, C10). V is not detached (C5).
 
-    ``leading``: axes of an activation before its last one. ``chosen``: of the stacks of experts. ``head_inputs``: what
-    the CI function's `head_inputs` made of the same inputs.
+    ``leading``: the axes of an activation before its last one. ``chosen``: the experts taken, by stack of experts.
+    ``head_inputs``: what the CI function's `head_inputs` returned for the same inputs.
     """
     features = ci.features(inputs, leading, compute_dtype, memory)
     if memory.recomputes("logits"):
-        # Wide, so that the gradients of all sites are added up in fp32.
+        # Wide, so that the gradients of all sites are summed in fp32.
         return LazyLogits(jax.tree.map(wide, features), ci.heads)
     heads = gather_tree(ci.heads, ci.axes().heads, compute_dtype)
     by_stack = features.by_stack if isinstance(features, StackFeatures) else None
@@ -95,13 +95,13 @@ def run_ci_function(
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    """What a head reads of its site, in the dtype of products; numbers of rows stay what they are."""
+    """Casts what a head reads of its site to the dtype of products; numbers of rows stay as they are."""
     return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, x)
 
 
 class SiteCI(NamedTuple):
     """What one site's logits are read from: the logits themselves, or the site's head and what it reads of the site, if
-    it does."""
+    anything."""
 
     logits: Any
     head: Any
@@ -112,10 +112,10 @@ class SiteCI(NamedTuple):
 class ImportanceReader:
     """Reads a site's causal importances from the CI function's outputs, layer by layer and block by block.
 
-    ``squash``: from logits to what masks are interpolated from (λ in training). ``head_inputs``: the CI function's
-    `head_inputs`. ``n_leading``: number of an activation's axes before its last one. ``head_axes``: of one
-    layer's heads, by stack. ``head_logits``: the CI function's own way from a head to logits. ``chosen``: of the stacks
-    of experts.
+    ``squash``: turns logits into what masks are interpolated from (λ in training). ``head_inputs``: what the CI
+    function's `head_inputs` returned. ``n_leading``: the number of an activation's axes before its last one.
+    ``head_axes``: the axes of one layer's heads, by stack. ``head_logits``: the CI function's `logits`. ``chosen``: the
+    experts taken, by stack of experts.
     """
 
     outputs: CIOutputs
@@ -138,26 +138,26 @@ class ImportanceReader:
         compute_dtype: Any,
         chosen: ChosenExperts | None = None,
     ) -> "ImportanceReader":
-        """A reader of ``outputs``, which `run_ci_function` computed with ``ci``."""
+        """Returns a reader of ``outputs``, which `run_ci_function` computed with ``ci``."""
         head_axes = jax.tree.map(Axes.below, ci.axes().heads)
         return cls(outputs, squash, head_inputs, n_leading, head_axes, ci.logits, compute_dtype, chosen or {})
 
     @property
     def features(self) -> Any:
-        """What all sites' logits are computed from; None where there is no such thing."""
+        """What all sites' logits are computed from; None if they have nothing in common."""
         if isinstance(self.outputs, Logits) or isinstance(self.outputs.features, StackFeatures):
             return None
         return self.outputs.features
 
     def at(self, features: Any) -> "ImportanceReader":
-        """The same for some of the positions: those of ``features``."""
+        """Returns the reader for some of the positions: those of ``features``."""
         if isinstance(self.outputs, Logits) or features is None:
             return self
         return replace(self, outputs=LazyLogits(features, self.outputs.heads))
 
     def layer_features(self, stacks: Iterable[Stack], first: int, stop: int) -> dict[str, Array]:
-        """What these stacks' heads read in the layers ``first .. stop - 1``, with a leading layer axis, where that is
-        not the same for all sites; empty elsewhere. What several stacks read is there once."""
+        """Returns what these stacks' heads read in the layers ``first .. stop - 1``, with a leading layer axis, if it
+        differs between sites; otherwise empty. An array that several stacks read appears once."""
         features = self.outputs.features if isinstance(self.outputs, LazyLogits) else None
         if not isinstance(features, StackFeatures):
             return {}
@@ -168,24 +168,25 @@ class ImportanceReader:
         }
 
     def at_layer(self, stack: Stack, features: dict[str, Array]) -> "ImportanceReader":
-        """The same for the site of a stack in one layer; ``features``: of that layer, of `layer_features`."""
+        """Returns the reader for the site of a stack in one layer. ``features``: that layer's slice of
+        `layer_features`."""
         if isinstance(self.outputs, Logits) or not isinstance(self.outputs.features, StackFeatures):
             return self
         return self.at(features[dict(self.outputs.features.of_stack)[stack.name]])
 
     def slices(self, stack: Stack, first: int, stop: int) -> SiteCI:
-        """For the layers ``first .. stop - 1``, with a leading layer axis."""
+        """Returns what is read for the layers ``first .. stop - 1``, with a leading layer axis."""
         rows = slice(first - stack.first, stop - stack.first)
         return jax.tree.map(lambda x: x[rows], self.of_stack(stack))
 
     def of_stack(self, stack: Stack) -> SiteCI:
-        """For all layers of a stack."""
+        """Returns what is read for all layers of a stack."""
         if isinstance(self.outputs, Logits):
             return SiteCI(self.outputs.by_stack[stack.name], None, None)
         return SiteCI(None, self.outputs.heads[stack.name], self.head_inputs.get(stack.name))
 
     def axes(self, stack: Stack) -> SiteCI:
-        """Logical axes of one layer's slice, in its structure."""
+        """Returns the logical axes of one layer's slice, in its structure."""
         rows = ("batch", "seq")[: self.n_leading]
         if isinstance(self.outputs, Logits):
             return SiteCI(Axes((*rows, "component_in_use")), None, None)
@@ -195,20 +196,20 @@ class ImportanceReader:
     def logits(
         self, site: SiteCI, V: Float[Array, "*experts d_in C"], groups: ExpertGroups | None = None
     ) -> Float[Array, "*slots C"]:
-        """Logits of one layer's site from its slice, or from one block of it, gathered for use; of experts', of every
-        slot."""
+        """Returns the logits of one layer's site from its slice, or from one block of it, gathered for use; for
+        experts, those of every slot."""
         if isinstance(self.outputs, Logits):
             return site.logits
         features = None if self.features is None else self.features.astype(self.compute_dtype)
         return self.head_logits(site.head, features, _cast(site.x, self.compute_dtype), V, groups)
 
     def groups(self, stack: Stack, chosen: Any) -> ExpertGroups | None:
-        """The groups of one layer of a stack of experts; None for other stacks."""
+        """Returns the slots of experts in one layer of a stack of experts; None for other stacks."""
         return None if stack.experts is None else group(chosen, stack.experts)
 
 
 SumComponents = Callable[[Float[Array, "*slots C"]], Any]
-"""From the logits of some components of one site to sums over these components: arrays ``[*slots, …]``."""
+"""A function from the logits of some components of one site to sums over these components: arrays ``[*slots, …]``."""
 
 
 def per_component(
@@ -218,8 +219,8 @@ def per_component(
     memory: MemoryPolicy,
     summarise: Summarise,
 ) -> dict[str, Any]:
-    """A summary of each component's logits over the batch, by stack: arrays ``[layers, C, …]``; of experts, ``[layers,
-    experts, C, …]``."""
+    """Returns a summary of each component's logits over the batch, by stack: arrays ``[layers, C, …]``; for experts,
+    ``[layers, experts, C, …]``."""
 
     def reduce(stack: Stack, logits: Array, groups: ExpertGroups | None) -> Any:
         return summarise(logits, OverPositions(groups, stack.experts or 0))
@@ -237,8 +238,8 @@ def per_position(
     memory: MemoryPolicy,
     sum_components: SumComponents,
 ) -> dict[str, Any]:
-    """Sums over each site's components at every position, by stack: arrays ``[layers, *n, …]``; of experts, over those
-    that a position takes."""
+    """Returns sums over each site's components at every position, by stack: arrays ``[layers, *n, …]``. For experts,
+    the sums run over those that a position takes."""
 
     def reduce(stack: Stack, logits: Array, groups: ExpertGroups | None) -> Any:
         found = sum_components(logits)
@@ -255,8 +256,8 @@ def _reduce_sites(
     reduce: Callable[[Stack, Array, ExpertGroups | None], Any],
     join: Callable[[Array, ExpertGroups | None], Array],
 ) -> dict[str, Any]:
-    """What ``reduce`` makes of each site's logits, by stack, with a leading layer axis. ``join``: makes one array of
-    those of a site's blocks of components, which have a leading axis of blocks."""
+    """Returns ``reduce`` of each site's logits, by stack, with a leading layer axis. ``join``: joins the results of a
+    site's blocks of components, which have a leading axis of blocks."""
 
     def reduce_stack(stack: Stack) -> Any:
         slices = reader.slices(stack, stack.first, stack.first + stack.n_layers)

@@ -1,4 +1,5 @@
-"""The component readout (C7): what every component's own activation adds to its logit, around any CI function."""
+"""The component readout (C7): around any CI function, it adds a term from every component's own activation to its
+logit."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from param_decomp_jax.sharding.mesh import Axes, replace_fields
 
 
 class Readout(eqx.Module):
-    """The seven vectors of a site, fp32, or with leading axes those of a stack."""
+    """The seven vectors of a site in fp32, or, with leading axes, those of a stack."""
 
     s_plus: Float[Array, "*lead C"]
     a_plus: Float[Array, "*lead C"]
@@ -32,7 +33,8 @@ class Readout(eqx.Module):
     b: Float[Array, "*lead C"]
 
     def __call__(self, h: Float[Array, "*slots C"], groups: ExpertGroups | None = None) -> Float[Array, "*slots C"]:
-        """C7: what is added to the logits of components with these activations. ``groups``: of experts' sites."""
+        """Returns what is added to the logits of components with these activations (C7). ``groups``: the slots of
+        experts, for experts' sites."""
 
         def own(vector: Array) -> Array:
             return vector if groups is None else vector[groups.chosen]
@@ -42,28 +44,28 @@ class Readout(eqx.Module):
         return plus + minus + own(self.b)
 
     def axes(self) -> Any:
-        """Split by component."""
+        """Returns the axes: all vectors are split by component."""
         of_each = Axes((*(None,) * (self.b.ndim - 1), "component"))
         names = ("s_plus", "a_plus", "b_plus", "s_minus", "a_minus", "b_minus", "b")
         return replace_fields(self, **dict.fromkeys(names, of_each))
 
 
 class ReadoutHead(eqx.Module):
-    """``head``: that of the function inside."""
+    """A head with a readout. ``head``: the head of the inner function."""
 
     head: Any
     readout: Readout
 
 
 class LookedUp(NamedTuple):
-    """What is read of a site whose rows are looked up (F7). ``row``: of W. ``number``: of that row."""
+    """What is read of a site whose rows are looked up (F7). ``row``: a row of W. ``number``: the number of that row."""
 
     row: Float[Array, "*n d_out"]
     number: Int[Array, "*n"]
 
 
 class ReadoutCI(eqx.Module):
-    """A CI function and a readout for every site. ``function``: the CI function without its heads, which are in
+    """A CI function with a readout for every site. ``function``: the CI function without its heads, which are in
     ``heads``."""
 
     jointly: ClassVar[bool] = False
@@ -72,16 +74,16 @@ class ReadoutCI(eqx.Module):
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Those of the function inside."""
+        """The boundaries of the inner function."""
         found: tuple[int, ...] = self.function.boundaries
         return found
 
     def features(self, inputs: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy) -> Any:
-        """Those of the function inside."""
+        """Returns the features of the inner function."""
         return self.function.features(inputs, leading, compute_dtype, memory)
 
     def head_inputs(self, inputs: SiteInputs, numbers: dict[str, Array]) -> dict[str, Any]:
-        """Every site's own, whatever the function inside reads."""
+        """Returns the input of every site, whatever the inner function reads."""
         return {name: LookedUp(x, numbers[name]) if name in numbers else x for name, x in inputs.items()}
 
     @property
@@ -90,7 +92,7 @@ class ReadoutCI(eqx.Module):
         return partial(_logits, self.function.logits)
 
     def axes(self) -> Any:
-        """Those of the function inside; the vectors are split by component."""
+        """Returns the axes of the inner function; the vectors are split by component."""
         whole = replace_fields(self.function, heads={name: own.head for name, own in self.heads.items()}).axes()
         heads = {
             name: replace_fields(own, head=whole.heads[name], readout=own.readout.axes())
@@ -99,10 +101,10 @@ class ReadoutCI(eqx.Module):
         return replace_fields(self, function=replace_fields(whole, heads={}), heads=heads)
 
     def with_scales(self, scales: dict[str, Float[Array, "*lead C"]]) -> "ReadoutCI":
-        """With these as a₊ and a₋, by stack."""
+        """Returns the function with these scales as a₊ and a₋, by stack."""
 
         def scaled(own: ReadoutHead, scale: Array) -> ReadoutHead:
-            # One array for each: a step reuses the memory of the state it is given.
+            # Each gets its own array, because a step reuses the memory of the state that it is given.
             return replace_fields(own, readout=replace_fields(own.readout, a_plus=scale, a_minus=jnp.copy(scale)))
 
         found: ReadoutCI = replace_fields(
@@ -114,7 +116,7 @@ class ReadoutCI(eqx.Module):
 def activations(
     x: Array | LookedUp, V: Float[Array, "*experts d_in C"], groups: ExpertGroups | None = None
 ) -> Float[Array, "*slots C"]:
-    """h of C7, in fp32 or wider, with the product's inputs in the dtype of ``x`` (N1)."""
+    """Returns h of C7 in fp32 or wider, with the product's inputs in the dtype of ``x`` (N1)."""
     if isinstance(x, LookedUp):
         return row_or_product(x.number, V.astype(x.row.dtype), groups)
     return row_or_product(x, V, groups)
@@ -129,16 +131,17 @@ def _logits(
     groups: ExpertGroups | None = None,
 ) -> Float[Array, "*slots C"]:
     read = x.row if isinstance(x, LookedUp) else x
-    # What reads features reads nothing else.
+    # A head that reads features reads nothing else.
     f = inside(head.head, features, read if features is None else None, V, groups)
     return f + head.readout(activations(x, V, groups), groups)
 
 
 def with_readout(function: CIFunction, sites: Sites) -> ReadoutCI:
-    """C8, with scales of 1 in place of those that `method/calibration.py:calibrate` takes from a batch."""
+    """Adds a readout as in C8, with scales of 1 in place of those that `method/calibration.py:calibrate` takes from a
+    batch."""
 
     def readout(stack: Stack) -> Readout:
-        # Arrays of their own: a step reuses the memory of the state it is given.
+        # These are separate arrays, because a step reuses the memory of the state that it is given.
         zero, one = (lambda value=value: jnp.full((*stack.lead, stack.C), value, jnp.float32) for value in (0.0, 1.0))
         return Readout(zero(), one(), zero(), zero(), one(), zero(), zero())
 
@@ -147,7 +150,7 @@ def with_readout(function: CIFunction, sites: Sites) -> ReadoutCI:
 
 
 def initial_scales(largest: Float[Array, "*lead C"]) -> Float[Array, "*lead C"]:
-    """a of C8, from the percentiles q of the size of h; 1 where all of a site's are 0."""
+    """Returns a of C8, from the percentiles q of the size of h; 1 if all of a site's percentiles are 0."""
     q = wide(largest)
     of_site = jnp.max(q, axis=-1, keepdims=True)
     return 1 / jnp.where(of_site > 0, jnp.maximum(q, of_site / 1000), 1)

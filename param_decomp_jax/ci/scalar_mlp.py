@@ -1,4 +1,4 @@
-"""One MLP 1 → hidden … → 1 for every component, on one number a position (C4, `mlp`)."""
+"""One MLP 1 → hidden … → 1 for every component, on one number per position (C4, `mlp`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,19 +12,19 @@ from param_decomp_jax.ci.affine import MLP, apply_mlp
 from param_decomp_jax.nn.numerics import wide
 
 BLOCK = 1 << 19
-"""Largest number of hidden activations that are computed at once. Where there are more, components are computed block
-by block: a block fits the cache, and memory does not grow with C."""
+"""The largest number of hidden activations that are computed at once. If there are more, components are computed in
+blocks: a block fits the cache, and memory does not grow with C."""
 
 
 def apply_scalar_mlps(mlps: MLP, scalars: Float[Array, "C *n"]) -> Float[Array, "C *n"]:
-    """Every component's MLP on its own scalar, in fp32 or wider. The arrays of ``mlps`` have a leading axis C.
+    """Applies every component's MLP to its own scalar, in fp32 or wider. The arrays of ``mlps`` have a leading axis C.
 
-    With one hidden layer the gradient is by hand (`erf_layer`).
+    With one hidden layer the gradient is written by hand (`erf_layer`).
     """
     s = scalars.reshape(scalars.shape[0], -1)
     *hidden, last = mlps
     if len(hidden) == 1:
-        # With y = √0.5 x the GELU of x is √0.5 y (1 + erf y); either factor goes into the weights.
+        # With y = √0.5 x, the GELU of x is √0.5 y (1 + erf y); both factors √0.5 go into the weights.
         u, v, w = (wide(a) * 0.5**0.5 for a in (hidden[0].W[:, 0], hidden[0].b, last.W[..., 0]))
         z = erf_layer(u, v, w, wide(last.b), wide(s))
     else:
@@ -41,13 +41,14 @@ def erf_layer(
     b: Float[Array, "C 1"],
     s: Float[Array, "C n"],
 ) -> Float[Array, "C n"]:
-    """``b + Σ_h w_h y_h (1 + erf y_h)`` with ``y_h = u_h s + v_h``: a layer of exact GELUs between two affine maps.
+    """Returns ``b + Σ_h w_h y_h (1 + erf y_h)`` with ``y_h = u_h s + v_h``: a layer of exact GELUs between two affine
+    maps.
 
-    The backward pass computes the hidden activations and their slopes anew and sums them by matrix-vector products.
-    JAX's own, block by block, first repeats the whole forward pass: on two cores, a step of TMS 5-2, with an identity
-    layer or without, takes 1.2 times as long so (experiments/benchmarks/step_pairs.py). One exponential for both
-    GELU and slope (Abramowitz and Stegun 7.1.26) gains nothing over an erf and an exponential: these take 0.35 and
-    0.4 ns an element, of 1.8 in all.
+    The backward pass recomputes the hidden activations and their slopes and sums them by matrix-vector products. JAX's
+    own, in blocks, first repeats the whole forward pass: on two cores, a step of TMS 5-2, with an identity layer or
+    without, then takes 1.2 times as long (experiments/benchmarks/step_pairs.py). One exponential for both GELU and
+    slope (Abramowitz and Stegun 7.1.26) gains nothing over an erf and an exponential, which take 0.35 and 0.4 ns per
+    element, of 1.8 in all.
     """
 
     def of_block(u: Array, v: Array, w: Array, b: Array, s: Array) -> Array:
@@ -62,7 +63,7 @@ def _erf_layer_backward(inputs: tuple[Array, ...], g: Array) -> tuple[Array, ...
         y = _hidden(u, v, s)
         one_and_erf = 1 + jax.lax.erf(y)
         slope = one_and_erf + (2 / jnp.pi**0.5) * y * jnp.exp(-y * y)
-        # On a CPU, products of a matrix and one vector each: as a product with two at once, 3 times the time.
+        # Two products of a matrix with one vector each: one product with both vectors takes 3 times as long on a CPU.
         over_positions = partial(jnp.einsum, "chn,cn->ch")
         return (
             w * over_positions(slope, g * s),
@@ -83,8 +84,8 @@ def _hidden(u: Array, v: Array, s: Array) -> Float[Array, "C hidden n"]:
 
 
 def _by_blocks(function: Callable[..., Any], hidden: int, *arrays: Any) -> Any:
-    """``function`` of trees of arrays that have a leading axis C, the last of them ``[C, n]``: of as many components at
-    once as fit `BLOCK` and divide C."""
+    """Applies ``function`` to trees of arrays with a leading axis C, the last of them ``[C, n]``, in blocks: as many
+    components at once as fit `BLOCK` and divide C."""
     C, n = arrays[-1].shape
     block = max(d for d in range(1, C + 1) if C % d == 0 and d <= max(1, BLOCK // (n * hidden)))
     if block == C:

@@ -1,7 +1,7 @@
-"""Squashings (C1 to C3): from one logit to the lower and the upper causal importance.
+"""Squashing functions (C1 to C3): from one logit to the lower and the upper causal importance.
 
-The derivatives are part of the method and differ from those of the values: `jnp.clip` gives ½ at a tie, and the
-one-sided leak of C1 is not a derivative: it depends on the sign of what comes in.
+The derivatives are part of the method and differ from those of the values. `jnp.clip` has derivative ½ at a tie, and
+the one-sided leak of C1 is not a derivative at all: it depends on the sign of the incoming gradient.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Squash = Callable[[Float[Array, "*n"]], Float[Array, "*n"]]
 
 @jax.custom_vjp
 def lower_leaky(z: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Lower causal importance λ(z) = clip(z, 0, 1), with the one-sided leak of C1."""
+    """Returns the lower causal importance λ(z) = clip(z, 0, 1), with the one-sided leak of C1."""
     return jnp.clip(z, 0, 1)
 
 
@@ -29,7 +29,7 @@ def _lower_leaky_forward(z: Array) -> tuple[Array, Array]:
 
 
 def _lower_leaky_backward(z: Array, g: Array) -> tuple[Array]:
-    # At or below 0 only a gradient whose descent raises z passes: a dead component may come back.
+    # At or below 0, only gradients whose descent raises z pass, so that a dead component can come back.
     below = jnp.where(g < 0, LEAK * g, jnp.zeros_like(g))
     return (jnp.where(z <= 0, below, jnp.where(z <= 1, g, jnp.zeros_like(g))),)
 
@@ -39,7 +39,8 @@ lower_leaky.defvjp(_lower_leaky_forward, _lower_leaky_backward)
 
 @jax.custom_jvp
 def upper_leaky(z: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Upper causal importance υ(z) of C2: identity on [0, 1] (ties included), slope α above, 0 below."""
+    """Returns the upper causal importance υ(z) of C2: the identity on [0, 1] (ties included), slope α above, 0
+    below."""
     return jnp.where(z > 1, 1 + LEAK * (z - 1), jnp.clip(z, 0, 1))
 
 
@@ -52,7 +53,7 @@ def _upper_leaky_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Arr
 
 @jax.custom_jvp
 def hard(z: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """clip(z, 0, 1) with derivative 1 on the closed interval [0, 1] (C3)."""
+    """Returns clip(z, 0, 1), with derivative 1 on the closed interval [0, 1] (C3)."""
     return jnp.clip(z, 0, 1)
 
 
@@ -64,7 +65,7 @@ def _hard_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
 
 @jax.custom_jvp
 def two_sided_leaky(z: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Identity on [0, 1] (ties included), slope α on both sides of it (C3)."""
+    """Returns the identity on [0, 1] (ties included), with slope α on both sides of it (C3)."""
     return jnp.where(z < 0, LEAK * z, jnp.where(z > 1, 1 + LEAK * (z - 1), z))
 
 
@@ -75,7 +76,7 @@ def _two_sided_leaky_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple
 
 
 def swish_hard(z: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """A smooth hard sigmoid made of swishes with β = 10 (C3)."""
+    """Returns a smooth hard sigmoid made of swishes with β = 10 (C3)."""
     beta = 10.0
 
     def s(x: Array) -> Array:
@@ -89,7 +90,7 @@ def swish_hard(z: Float[Array, "*n"]) -> Float[Array, "*n"]:
 
 
 def squashings(name: Squashing) -> tuple[Squash, Squash]:
-    """The pair (λ, υ) of a schema name: λ feeds masks, υ feeds importance minimality (C3)."""
+    """Returns the pair (λ, υ) of a schema name: λ feeds masks, υ feeds importance minimality (C3)."""
     match name:
         case "leaky_hard":
             return lower_leaky, upper_leaky

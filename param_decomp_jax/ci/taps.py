@@ -1,4 +1,4 @@
-"""What a CI function can read in place of the inputs of its sites: the residual stream on the clean pass (C10)."""
+"""Taps: residual streams of the clean pass, which a CI function can read in place of the inputs of its sites (C10)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,37 +11,37 @@ from param_decomp_jax.decomposition.sites import Sites
 from param_decomp_jax.targets.points import Point
 
 TAPS = "taps"
-"""Name of the rows of a projection that reads taps."""
+"""The name of the rows of a projection that reads taps."""
 
 
 @dataclass(frozen=True)
 class ResidualInputs:
     """The residual streams of the clean pass, held constant.
 
-    ``at(boundaries)``: those that enter the blocks with these numbers, one after the other; the number of blocks
-    stands for what the last block gives.
+    ``at(boundaries)``: returns those that enter the blocks with these numbers, stacked. The number of blocks stands for
+    the output of the last block.
     """
 
     at: Callable[[Sequence[int]], Float[Array, "taps *n d"]]
 
     def kept(self, boundaries: Sequence[int]) -> KeptInputs:
-        """Some of them, as a projection reads them."""
+        """Returns some of them, in the form that a projection reads."""
         return KeptInputs({TAPS: self.at(boundaries)})
 
 
 Reads = CIInputs | ResidualInputs
-"""What a CI function is given: the inputs of sites, or, if it has boundaries, residual streams."""
+"""What a CI function reads: the inputs of sites, or, if it has boundaries, residual streams."""
 
 
 class UnfitTaps(ValueError):
-    """Taps that do not fit a target; the message begins with what is wrong."""
+    """Taps that do not fit a target. The message begins with what is wrong."""
 
 
 @dataclass(frozen=True)
 class Taps:
-    """``choice``: the residual stream that enters the first of the blocks that have sites of a group, or those that
-    enter each of them, or, as offsets, those that enter the blocks so many after the first. ``width``: of the residual
-    stream; None where the target is not known yet."""
+    """The residual streams that a group reads. ``choice``: the one that enters the first block with sites of the group,
+    or those that enter each such block, or, given offsets, those that enter the blocks at these offsets from the first.
+    ``width``: that of the residual stream; None while the target is not known yet."""
 
     choice: Literal["first_block_resid", "all_block_resids"] | tuple[int, ...]
     width: int | None = None
@@ -52,9 +52,9 @@ class Taps:
         return self.width
 
     def boundaries(self, layers: Iterable[int]) -> tuple[int, ...]:
-        """What a group reads whose sites are in these layers. The embedding's layer, −1, is not counted.
+        """Returns what a group with sites in these layers reads. The embedding's layer, −1, is not counted.
 
-        Raises UnfitTaps where there is no other.
+        Raises UnfitTaps if there is no other layer.
         """
         blocks = sorted({layer for layer in layers if layer >= 0})
         if not blocks:
@@ -69,13 +69,13 @@ class Taps:
 
 
 def all_layers(sites: Sites) -> list[int]:
-    """The layers that have sites, in order."""
+    """Returns the layers that have sites, in order."""
     return [layer for segment in sites.segments for layer in range(segment.first, segment.stop)]
 
 
 def tap_points(boundaries: Iterable[int], sites: Sites, n_blocks: int) -> tuple[Point, ...]:
-    """The points at which the clean pass must record these residual streams. It records those that enter a layer with
-    sites anyway (F6)."""
+    """Returns the points at which the clean pass must record these residual streams. Those that enter a layer with
+    sites are recorded anyway (F6)."""
     own = set(all_layers(sites))
     return tuple(
         Point(boundary, "resid_pre") if boundary < n_blocks else Point(boundary - 1, "resid_post")

@@ -39,11 +39,13 @@ EPS = float(np.finfo(np.float32).eps)
 
 @dataclass(frozen=True)
 class GlobalTransformer:
-    """``mlp_hidden``: widths of the hidden layers of each block's MLP. ``max_len``: longest sequence admitted.
+    """The settings of a CI transformer. ``mlp_hidden``: the widths of the hidden layers of each block's MLP.
+    ``max_len``: the longest sequence that it takes.
 
-    C9: ``causal``: a position reads itself and earlier ones. ``n_kv_heads``: key and value heads; None: as many as
-    query heads. ``mlp_type``: of the hidden layers. ``learned_norm_scale``: the norms of the blocks have weights.
-    ``taps``: what a global function reads (C10); None: the inputs of all sites.
+    For C9: ``causal``: whether a position reads only itself and earlier ones. ``n_kv_heads``: the number of key and
+    value heads; None: as many as query heads. ``mlp_type``: the kind of the hidden layers. ``learned_norm_scale``:
+    whether the norms of the blocks have weights. For C10: ``taps``: what a global function reads; None: the inputs of
+    all sites.
     """
 
     d_model: int
@@ -60,19 +62,20 @@ class GlobalTransformer:
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys, and of the values, of all heads."""
+        """The width of the keys, and of the values, of all heads."""
         return self.d_model // self.n_heads * (self.n_kv_heads or self.n_heads)
 
 
 class Norms(eqx.Module):
-    """Weights of the two RMS norms of a block (C9): before attention, and before the MLP."""
+    """The weights of the two RMS norms of a block (C9): before attention, and before the MLP."""
 
     attn: Float[Array, "*blocks d"]
     mlp: Float[Array, "*blocks d"]
 
 
 class Block(eqx.Module):
-    """Weights of all blocks, stacked on a leading axis, or on two (C6). ``norms``: None where norms have no weights."""
+    """The weights of all blocks, stacked on one leading axis, or on two (C6). ``norms``: None if norms have no
+    weights."""
 
     q: Float[Array, "*blocks d d"]
     k: Float[Array, "*blocks d kv"]
@@ -82,7 +85,7 @@ class Block(eqx.Module):
     norms: Norms | None = None
 
     def axes(self) -> Any:
-        """Describes one block: every matrix is split by output, vectors are split."""
+        """Returns the axes of one block: every matrix is split by output, vectors are split."""
         matrix, vector = Axes((None, "split"), product=True), Axes(("split",))
 
         def layer_axes(layer: HiddenLayer) -> Any:
@@ -96,7 +99,8 @@ class Block(eqx.Module):
 
 
 class TransformerCI(GlobalCI):
-    """``project``: from the concatenation of what is read, each array RMS-normalised, to ``d_model``."""
+    """The global CI transformer. ``project``: maps the concatenation of what is read, each array RMS-normalised, to
+    ``d_model``."""
 
     project: JointAffine
     blocks: Block
@@ -107,7 +111,7 @@ class TransformerCI(GlobalCI):
     def features(
         self, inputs: Reads, leading: tuple[int, ...], compute_dtype: Any, memory: MemoryPolicy
     ) -> Float[Array, "*n d"]:
-        """The last hidden state, from what is read; ``leading`` is ``(B, T)``, or ``(B,)``."""
+        """Returns the last hidden state, from what is read. ``leading``: ``(B, T)`` or ``(B,)``."""
         read = read_by(self.boundaries, inputs)
         h = self.project(read, leading, lambda x: rms_norm(x.astype(compute_dtype), EPS), memory)
         axes = self.blocks.axes()
@@ -116,7 +120,7 @@ class TransformerCI(GlobalCI):
         )
 
     def axes(self) -> Any:
-        """Every matrix is split by output, the heads by component."""
+        """Returns the axes: every matrix is split by output, the heads by component."""
         return replace_fields(
             self,
             project=self.project.axes(),
@@ -132,7 +136,8 @@ def through_blocks(
     memory: MemoryPolicy,
     ready: Callable[[Block], Block] = lambda w: w,
 ) -> Float[Array, "*n d"]:
-    """``h`` after all blocks. ``ready``: from one block's weights as they come to what is multiplied."""
+    """Returns ``h`` after all blocks. ``ready``: turns one block's weights, as a scan slices them, into what is
+    multiplied."""
     no_sequence = h.ndim == 2
     h = h[:, None] if no_sequence else h
     assert h.shape[1] <= config.max_len, f"sequence of {h.shape[1]} beyond max_len {config.max_len}"
@@ -150,7 +155,7 @@ def through_blocks(
 def attended(
     config: GlobalTransformer, y: Float[Array, "B T d"], w: Block, attention: Attention
 ) -> Float[Array, "B T d"]:
-    """What attention with rotary embedding makes of ``y``, with the matrices of one block."""
+    """Returns the output of attention with rotary embedding on ``y``, with the matrices of one block."""
     B, T, d = y.shape
     width = d // config.n_heads
     turning = frequencies(width, config.rope_base)
@@ -163,7 +168,8 @@ def attended(
 
 
 def init_transformer(config: GlobalTransformer, key: PRNGKeyArray, sites: Sites) -> TransformerCI:
-    """Fresh weights (C4): projection gain √2 over the width of the concatenation, attention U(±1/√d_model)."""
+    """Draws fresh weights (C4): the projection with gain √2 over the width of the concatenation, attention from
+    U(±1/√d_model)."""
     to_input, to_attention, to_mlp, to_heads = jax.random.split(key, 4)
     return TransformerCI(
         project=init_joint_affine(to_input, sites, config.d_model, config.taps),
@@ -175,7 +181,7 @@ def init_transformer(config: GlobalTransformer, key: PRNGKeyArray, sites: Sites)
 
 
 def init_blocks(config: GlobalTransformer, to_attention: PRNGKeyArray, to_mlp: PRNGKeyArray) -> Block:
-    """Fresh weights of a transformer's blocks; those of norms are 1."""
+    """Draws fresh weights of a transformer's blocks; those of norms are 1."""
     d, n, kv = config.d_model, config.n_blocks, config.kv_width
     bound = d**-0.5
     q, k, v, o = (
@@ -183,6 +189,6 @@ def init_blocks(config: GlobalTransformer, to_attention: PRNGKeyArray, to_mlp: P
         for key, width in zip(jax.random.split(to_attention, 4), (d, kv, kv, d), strict=True)
     )
     init = {"gelu": init_mlp, "swiglu": init_swiglu}[config.mlp_type]
-    # Two arrays: a step reuses the memory of the state it is given.
+    # These are two arrays, because a step reuses the memory of the state that it is given.
     norms = Norms(*(jnp.ones((n, d), jnp.float32) for _ in range(2))) if config.learned_norm_scale else None
     return Block(q, k, v, o, init(to_mlp, (n,), (d, *config.mlp_hidden, d)), norms)

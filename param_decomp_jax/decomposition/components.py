@@ -16,18 +16,21 @@ from param_decomp_jax.sharding.mesh import Axes, constrain, gather, gather_scatt
 
 
 class Factors(eqx.Module):
-    """Factors of a site, or with leading axes of a stack; component c is the rank-one matrix ``V[:, c] ⊗ U[c, :]``."""
+    """The factors of a site, or, with leading axes, of a stack. Component c is the rank-one matrix ``V[:, c] ⊗ U[c,
+    :]``."""
 
     V: Float[Array, "*lead d_in C"]
     U: Float[Array, "*lead C d_out"]
 
 
 Components = dict[str, Factors]
-"""By stack name. As trained: without the stacks that are views of others (T4); `with_views` adds them."""
+"""Factors by stack name. Trained components leave out the stacks that are views of others (T4); `with_views` adds
+them."""
 
 
 def init_components(key: PRNGKeyArray, sites: Sites) -> Components:
-    """V ~ N(0, 1/d_in), U ~ N(0, 1/C), fp32; a site's draw depends on its canonical number, not on its stack."""
+    """Draws V ~ N(0, 1/d_in) and U ~ N(0, 1/C) in fp32. A site's draw depends on its canonical number, not on its
+    stack."""
 
     def factors(stack: Stack) -> Factors:
         def draw(key: PRNGKeyArray) -> tuple[Array, Array]:
@@ -43,7 +46,8 @@ def init_components(key: PRNGKeyArray, sites: Sites) -> Components:
 
 
 def with_views(trained: Components, sites: Sites) -> Components:
-    """Factors of every stack: a tied one is ``V₂ = U₁ᵀ``, ``U₂ = V₁ᵀ`` (T4), so gradients of the two add."""
+    """Adds the stacks that are views (T4) to the trained ones. A tied stack has ``V₂ = U₁ᵀ`` and ``U₂ = V₁ᵀ``, so the
+    gradients of the two add up."""
 
     def factors(name: str) -> Factors:
         if name not in sites.views:
@@ -57,24 +61,24 @@ def with_views(trained: Components, sites: Sites) -> Components:
 def delta(
     W: Float[Array, "*n d_in d_out"], factors: Factors, product: DeltaProduct = "fp32"
 ) -> Float[Array, "*n d_in d_out"]:
-    """Δ = W − V U: what the components do not yet explain. ``product``: how V U is computed (N4)."""
+    """Returns Δ = W − V U: what the components do not yet explain. ``product``: how V U is computed (N4)."""
     V, U = factors.V, factors.U
     split = product == "split" and V.dtype == jnp.float32
     return wide(W) - (_split_on_nvidia(V, U) if split else scatter(_in_fp32(V, U), _by_column(W)))
 
 
 def _in_fp32(V: Float[Array, "*n d_in C"], U: Float[Array, "*n C d_out"]) -> Float[Array, "*n d_in d_out"]:
-    return jnp.matmul(V, U, precision="highest")  # GPUs would take TF32 by themselves
+    return jnp.matmul(V, U, precision="highest")  # the default on GPUs is TF32
 
 
 def _by_column(product: Float[Array, "*n d_in d_out"]) -> Axes:
-    """How Δ and V U are split over the devices."""
+    """The axes of Δ and V U: both are split by column."""
     return Axes((*(None,) * (product.ndim - 1), "split"))
 
 
 @jax.custom_vjp
 def _split_on_nvidia(V: Float[Array, "*n d_in C"], U: Float[Array, "*n C d_out"]) -> Float[Array, "*n d_in d_out"]:
-    """V U, split by column; ``split`` of N4 on NVIDIA GPUs, ``fp32`` elsewhere."""
+    """Computes V U, split by column: as ``split`` of N4 on NVIDIA GPUs, as ``fp32`` elsewhere."""
     product = jax.lax.platform_dependent(V, U, cuda=split_product, default=_in_fp32)
     return constrain(product, *_by_column(product).names)
 
@@ -97,17 +101,17 @@ _split_on_nvidia.defvjp(lambda V, U: (_split_on_nvidia(V, U), (V, U)), _split_on
 
 
 def look_up(table: Float[Array, "n d"], rows: Int[Array, "*n"], axes: Axes) -> Float[Array, "*n d"]:
-    """Rows of a table that is split by column, if at all: ``axes``."""
+    """Returns rows of a table. ``axes``: how the table is split, which is by column if at all."""
     split = axes.names[-1]
     if split is None:
         return constrain(table[rows], "batch")
-    # Each device looks up its own columns for the whole batch; rows move, the table does not.
+    # Each device looks up its own columns for the whole batch, so rows move between devices and the table does not.
     columns = constrain(table, None, split)[gather(rows, Axes(("batch_everywhere",)), rows.dtype)]
     return constrain(columns, *(None,) * rows.ndim, split)
 
 
 def row_or_product(x: Array, W: Array, groups: ExpertGroups | None) -> Array:
-    """``xW`` in fp32 or wider; of rows ``x`` (integers) of a table, the rows (F7)."""
+    """Returns ``xW`` in fp32 or wider, or the rows of a table W where ``x`` has their numbers (integers; F7)."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return constrain(wide(W[x]), "batch")
     return product_wide(x, W, groups)
@@ -116,8 +120,8 @@ def row_or_product(x: Array, W: Array, groups: ExpertGroups | None) -> Array:
 def component_gate(
     mask: Float[Array, "*n C"], delta_mask: Float[Array, "*#n"] | None, route: Float[Array, "*n"] | None
 ) -> Float[Array, "*n C"]:
-    """``g = r (m − δ)`` of F2, in fp32. ``delta_mask`` None: no delta path (δ = 0). ``route`` None: routed everywhere
-    (r = 1)."""
+    """Returns ``g = r (m − δ)`` of F2, in fp32. Without a ``delta_mask`` δ is 0 (no delta path); without a ``route`` r
+    is 1 (routed everywhere)."""
     g = mask if delta_mask is None else mask - delta_mask[..., None]
     return g if route is None else route[..., None] * g
 
@@ -129,10 +133,11 @@ def through_components(
     g: Float[Array, "*n C"],
     groups: ExpertGroups | None = None,
 ) -> Float[Array, "*n d_out"]:
-    """The part ``((xV) ⊙ g) U`` of F2 in fp32 or wider: a sum over components, so of any of them.
+    """Returns the part ``((xV) ⊙ g) U`` of F2 in fp32 or wider. It is a sum over components, so any block of them can
+    be given.
 
-    ``g``: of `component_gate`; it is cast for the product (N1), and may have several rows one after the other for each
-    of ``x``. ``groups``: of the matrices of experts.
+    ``g``: from `component_gate`. It is cast for the product (N1), and may have several consecutive rows for each row of
+    ``x``. ``groups``: the slots of each expert, where the matrices are those of experts.
     """
     inner = row_or_product(x, V, groups)
     if x.shape[0] != g.shape[0] and groups is None:
@@ -148,9 +153,9 @@ def past_components(
     route: Float[Array, "*n"] | None,
     groups: ExpertGroups | None = None,
 ) -> Float[Array, "*n d_out"] | None:
-    """The part ``a · xW`` of F2 in fp32 or wider, ``a = 1 − r (1 − δ)``; None where a is 0 everywhere.
+    """Returns the part ``a · xW`` of F2 in fp32 or wider, with ``a = 1 − r (1 − δ)``; None if a is 0 everywhere.
 
-    ``W`` None: the identity. ``delta_mask`` and ``route`` as of `through_components`.
+    ``W``: None stands for the identity. ``delta_mask``, ``route``: as for `component_gate`.
     """
     if delta_mask is None and route is None:
         return None
@@ -172,10 +177,10 @@ def _scaled_product(
     W: Float[Array, "*experts d_in d_out"],
     groups: ExpertGroups | None,
 ) -> Float[Array, "*n d_out"]:
-    """``a · xW``, with W frozen.
+    """Returns ``a · xW`` for a frozen W.
 
-    The gradient by a is a sum over ``d_in``, of x times what x's own gradient is made of: ``xW`` in fp32, the widest
-    array of a layer, is not kept for it.
+    The gradient with respect to a is computed as a sum over ``d_in``, of x times the product that x's own gradient
+    needs anyway. So ``xW`` in fp32, the widest array of a layer, is not kept for the backward pass.
     """
     return a[..., None] * product_wide(x, W, groups)
 
@@ -186,7 +191,7 @@ def _scaled_product_backward(
     a, x, W, groups = kept
     back = product_wide(g.astype(x.dtype), W.swapaxes(-1, -2), groups)
     to_x = (a[..., None] * back).astype(x.dtype)
-    if x.shape != to_x.shape:  # a row that the slots of a position share
+    if x.shape != to_x.shape:  # one row is shared by the slots of a position
         to_x = jnp.sum(to_x, axis=-2, keepdims=True)
     return jnp.sum(wide(x) * back, axis=-1).astype(a.dtype), to_x, None, None
 
@@ -197,7 +202,7 @@ _scaled_product.defvjp(
 
 
 def components_axes(components: Components) -> Any:
-    """Logical axes of every array, in the structure of ``components``: split by component."""
+    """Returns the logical axes of every array, in the structure of ``components``. Arrays are split by component."""
     return {
         name: replace_fields(factors, V=with_lead(V_AXES, factors.V.ndim), U=with_lead(U_AXES, factors.U.ndim))
         for name, factors in components.items()
@@ -209,11 +214,11 @@ V_AXES, U_AXES = Axes((None, "component"), product=True), Axes(("component", Non
 
 
 def with_lead(axes: Axes, ndim: int) -> Axes:
-    """With so many axes in front, of layers and experts, that there are ``ndim``."""
+    """Returns ``axes`` with leading axes of layers and experts, ``ndim`` axes in all."""
     return Axes((*(None,) * (ndim - len(axes.names)), *axes.names), axes.product)
 
 
 def site_axes(stack: Stack) -> tuple[Axes, Axes]:
-    """The axes of V and U of one layer of a stack."""
+    """Returns the axes of V and U in one layer of a stack."""
     n = 2 if stack.experts is None else 3
     return with_lead(V_AXES, n), with_lead(U_AXES, n)

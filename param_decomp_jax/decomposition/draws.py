@@ -1,9 +1,9 @@
 """Random draws that do not depend on layout (M4).
 
-A draw is a function of a key and of the element's global index, and of nothing else: the same on one device and on
-eight, whole or in blocks. Each element is one evaluation of the Threefry-2x32 block cipher (Salmon et al. 2011) on the
-counter (position, column). It is written out here because JAX's own primitive lowers to a loop on CPU (1.5 ms against
-0.3 ms for 1024 x 192 elements on one core), and because slicing `jax.random.uniform` is not the draw of the slice.
+A draw depends only on a key and on the element's global index. It is the same on one device and on eight, whole or in
+blocks. Each element is one evaluation of the Threefry-2x32 block cipher (Salmon et al. 2011) on the counter (position,
+column). It is written out here because JAX's own primitive lowers to a loop on CPU (1.5 ms against 0.3 ms for 1024 x
+192 elements on one core), and because slicing `jax.random.uniform` is not the draw of the slice.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,8 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 def threefry_2x32(
     key: UInt32[Array, "2 *#s"], high: UInt32[Array, "*s"], low: UInt32[Array, "*s"]
 ) -> tuple[UInt32[Array, "*s"], UInt32[Array, "*s"]]:
-    """The two output words of 20-round Threefry-2x32 at counter ``(high, low)``; ``key``: one, or one an element."""
+    """Returns the two output words of 20-round Threefry-2x32 at counter ``(high, low)``. ``key``: one, or one per
+    element."""
     schedule = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = high + schedule[0], low + schedule[1]
     for block in range(5):
@@ -33,7 +34,8 @@ def threefry_2x32(
 
 
 def positions(leading: tuple[int, ...]) -> UInt32[Array, "*leading"]:
-    """Row-major numbers of the positions of an activation with these (global) leading axes; they must be below 2³²."""
+    """Returns row-major numbers of the positions of an activation with these (global) leading axes; they must be below
+    2³²."""
     number = jnp.zeros(leading, jnp.uint32)
     for axis, size in enumerate(leading):
         number = number * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leading, axis)
@@ -43,11 +45,11 @@ def positions(leading: tuple[int, ...]) -> UInt32[Array, "*leading"]:
 def uniform(
     key: PRNGKeyArray, at: UInt32[Array, "*leading"], columns: int | UInt32[Array, " columns"]
 ) -> Float[Array, "*leading columns"]:
-    """U[0, 1) in fp32, multiples of 2⁻²⁴: an element is a function of the key, its position and its column alone.
+    """Draws U[0, 1) in fp32, in multiples of 2⁻²⁴. An element depends only on the key, its position and its column.
 
-    ``at``: global numbers of the positions (see `positions`). ``columns``: global numbers of the columns, or how many
-    from 0 on. So a draw ``[batch, seq, C]`` has the same first rows whatever the batch, and a block of it is drawn
-    by the block's numbers.
+    ``at``: global numbers of the positions (see `positions`). ``columns``: global numbers of the columns, or the number
+    of columns, counted from 0. So the first rows of a draw ``[batch, seq, C]`` do not depend on the size of the batch,
+    and a block of it can be drawn from the block's numbers.
     """
     if isinstance(columns, int):
         columns = jnp.arange(columns, dtype=jnp.uint32)
@@ -57,7 +59,7 @@ def uniform(
 def uniform_of_keys(
     keys: UInt32[Array, "*#leading 2"], at: UInt32[Array, "*leading"], columns: UInt32[Array, " columns"]
 ) -> Float[Array, "*leading columns"]:
-    """`uniform`, from the data of one key or of a key for every element of ``at``."""
+    """Draws like `uniform`, from the data of one key, or of one key for every element of ``at``."""
     shape = (*at.shape, *columns.shape)
     with jax.named_scope("draws"):
         word, _ = threefry_2x32(
@@ -69,9 +71,10 @@ def uniform_of_keys(
 
 
 def draw_per_site(draw: Callable[[PRNGKeyArray], T], key: PRNGKeyArray, numbers: tuple[int, ...]) -> T:
-    """``draw`` of each site of a stack, stacked. A site's key depends on ``key`` and its canonical number alone.
+    """Calls ``draw`` for each site of a stack and stacks the results. A site's key depends only on ``key`` and its
+    canonical number.
 
-    In a loop: written out, the draws of 96 sites took the compiler for GPUs over ten minutes and 10 GB. The bits are
-    the same (with `vmap` they are not).
+    The draws run in a loop. Unrolled, the draws of 96 sites took the GPU compiler over ten minutes and 10 GB. Both give
+    the same bits (`vmap` does not).
     """
     return jax.lax.map(lambda n: draw(jax.random.fold_in(key, n)), jnp.asarray(numbers, jnp.uint32))

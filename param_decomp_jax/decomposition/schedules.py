@@ -12,10 +12,10 @@ Step = int | Int[Array, ""]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A value over training (T2), reaching its final one at step ``total - 1``.
+    """A value over training (T2) that reaches its final value at step ``total - 1``.
 
-    ``start``: the full value, after the warm-up. ``warmup_pct``: share of all steps spent rising linearly
-    from 0. ``final_val_frac``: final value over ``start``; a constant schedule has 1.
+    ``start``: the full value, after the warm-up. ``warmup_pct``: the share of all steps in which the value rises
+    linearly from 0. ``final_val_frac``: final value over ``start``; a constant schedule has 1.
     """
 
     start: float
@@ -27,7 +27,7 @@ class Schedule:
         assert self.kind != "constant" or self.final_val_frac == 1.0
 
     def __call__(self, step: Step, total: int) -> Float[Array, ""]:
-        """Value at ``step`` of ``total``; differentiable in nothing, traceable in ``step``."""
+        """Returns the value at ``step`` of ``total``. ``step`` may be traced; there are no gradients."""
         warmup = int(self.warmup_pct * total)
         step = jnp.asarray(step, float)
         t = (step - warmup) / max(1, total - warmup - 1)
@@ -44,9 +44,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Knot:
-    """A point of `Knots`. ``at``: share of training. ``frac``: share of the peak.
+    """A point of `Knots`. ``at``: a share of training. ``frac``: a share of the peak.
 
-    ``interp``: how the value comes to it from the knot before; the first knot's has no effect.
+    ``interp``: how the value moves to this knot from the one before; it has no effect for the first knot.
     """
 
     at: float
@@ -56,20 +56,20 @@ class Knot:
 
 @dataclass(frozen=True)
 class Knots:
-    """A value over training by ``points`` (T8), the first of which is at 0 and the last at 1, in increasing order."""
+    """A value over training given by ``points`` (T8), in increasing order: the first is at 0, the last at 1."""
 
     max_val: float
     points: tuple[Knot, ...]
 
     def __call__(self, step: Step, total: int) -> Float[Array, ""]:
-        """Value at ``step`` of ``total``; differentiable in nothing, traceable in ``step``. From the last step on it is
-        the last knot's."""
+        """Returns the value at ``step`` of ``total``. ``step`` may be traced; there are no gradients. From the last
+        step on, the value is that of the last knot."""
         last = max(1, total - 1)
         rows = []
-        beyond = Knot(2.0, 0.0, "hold")  # after the last knot its value stays
+        beyond = Knot(2.0, 0.0, "hold")  # after the last knot, the value stays
         for knot, then in zip(self.points, (*self.points[1:], beyond), strict=True):
-            # Steps are compared as integers: a t in float32 could miss a knot by its last bit. ``passed``: how many
-            # steps the first step that has reached the knot lies behind it, less than one.
+            # Steps are compared as integers, because a t in float32 could miss a knot by its last bit. ``passed``: the
+            # distance in steps, below one, from the knot to the first step that has reached it.
             reached = first_step(knot.at, last)
             passed = 0.0 if reached / last == knot.at else reached - knot.at * last
             rise = 0.0 if then.interp == "hold" else then.frac - knot.frac
@@ -82,7 +82,7 @@ class Knots:
 
 
 def first_step(share: float, n: int) -> int:
-    """The first k ≥ 0 with k / n ≥ ``share``, in float64."""
+    """Returns the first k ≥ 0 with k / n ≥ ``share``, computed in float64."""
     k = max(0, ceil(share * n) - 1)
     while k / n < share:
         k += 1
@@ -93,13 +93,14 @@ AnySchedule = Schedule | Knots
 
 
 def value_at(value: float | AnySchedule, step: Step, total: int) -> float | Float[Array, ""]:
-    """Value at ``step`` of ``total``; a number as it is, which stays static in a program."""
+    """Returns the value at ``step`` of ``total``. A number is returned as it is, and stays static in a program."""
     return value(step, total) if isinstance(value, Schedule | Knots) else value
 
 
 @dataclass(frozen=True)
 class Anneal:
-    """L4: linear from ``start`` to ``final`` between two fractions of training, constant outside them."""
+    """A value that goes linearly from ``start`` to ``final`` between two fractions of training, and is constant outside
+    (L4)."""
 
     start: float
     final: float

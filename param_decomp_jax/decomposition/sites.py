@@ -1,9 +1,9 @@
 """Sites, their canonical order, and the homogeneous stacks in which their arrays are kept.
 
 A *site* is one weight matrix of the target, used as ``x @ W`` with W ``[d_in, d_out]``. Sites of one kind in
-consecutive layers, alike in shape and in C, form a *stack*: their factors are one array with a leading layer
-axis, so that a scanned target takes its slice at every layer. Everything the method keeps
-per site (V, U, CI head, sources, optimiser moments) is a dictionary from stack name to such an array.
+consecutive layers, with one shape and one C, form a *stack*: their factors are one array with a leading layer axis, so
+that a scanned target takes its slice at every layer. Everything the method keeps per site (V, U, CI head, sources,
+optimiser moments) is a dictionary from stack name to such an array.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 T = TypeVar("T")
 
 PRE_IDENTITY = ".pre_identity"
-"""Ending of the name and of the kind of a site whose W is the identity, put before a matrix of the target."""
+"""The suffix of the name and the kind of a site whose W is the identity, inserted before a matrix of the target."""
 
 
 UnitKind = Literal["neuron", "attention_head"]
@@ -23,7 +23,7 @@ UnitKind = Literal["neuron", "attention_head"]
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a nonlinearity that a matrix gives its output to or reads its input from (L7).
+    """The units of the nonlinearity that follows a matrix or precedes it (L7).
 
     The coordinates of ``side`` are ``n`` equal contiguous blocks, one for each unit. ``multiplier``: m, the number of
     query heads that each unit serves.
@@ -40,12 +40,12 @@ class Matrix:
     """A matrix of a target that can be decomposed.
 
     ``layer``: number of the layer it belongs to. ``kind``: its role within the layer (``up_proj``). ``reads``: name of
-    the activation it multiplies; matrices of a layer that read the same activation share it. ``group``: layers that
-    do not run in one scan (`targets/base.py:UniformLayers`) and whose matrices are otherwise alike differ in it.
-    ``part_of``: name of the matrix of which it is a slice, if it is one; only one of the two can be a site. ``expert``:
-    number of the expert that it is a matrix of, if it is one; the layer's experts have one of each kind. ``lookup``: it
-    is a table, of which rows are looked up (F7); ``reads`` is then what comes out. ``faces``: the units of a
-    nonlinearity that one of its sides faces, if one does (L7).
+    the activation it multiplies; matrices of a layer that read the same activation share it. ``group``: differs between
+    layers whose matrices are otherwise alike but which do not run in one scan (`targets/base.py:UniformLayers`).
+    ``part_of``: for a slice of another matrix, the name of that matrix; only one of the two can be a site. ``expert``:
+    for a matrix of an expert, the number of that expert; each expert of a layer has one matrix of each kind.
+    ``lookup``: whether it is a table whose rows are looked up (F7); ``reads`` then names what comes out. ``faces``: the
+    units of a nonlinearity that one of its sides faces, if any (L7).
     """
 
     name: str
@@ -70,11 +70,12 @@ class Site(Matrix):
 
 @dataclass(frozen=True)
 class Stack:
-    """Alike sites of one kind in the layers ``first .. first + n_layers - 1``; ``sites`` are canonical numbers.
+    """Sites of one kind and shape in the layers ``first .. first + n_layers - 1``; ``sites`` are their canonical
+    numbers.
 
-    ``experts``: number of experts whose matrices they are, None for other sites. Arrays of a stack have a leading axis
-    of layers, and behind it one of experts if there are any; ``sites`` are in that order. ``lookup``, ``faces``: as of
-    `Matrix`.
+    ``experts``: the number of experts for experts' matrices, None for other sites. Arrays of a stack have a leading
+    axis of layers, followed by one of experts if there are any; ``sites`` are in that order. ``lookup``, ``faces``: as
+    in `Matrix`.
     """
 
     name: str
@@ -104,16 +105,16 @@ class Stack:
         return (self.n_layers,) if self.experts is None else (self.n_layers, self.experts)
 
     def rows(self) -> list[Any]:
-        """Each site's place along the leading axes: a layer, or a layer and an expert."""
+        """The index of each site along the leading axes: a layer, or a layer and an expert."""
         return list(range(self.n_layers)) if self.experts is None else list(product(*map(range, self.lead)))
 
     def of_layer(self, layer: int) -> tuple[int, ...]:
-        """The sites of one layer, counted from the target's first."""
+        """Returns the sites of one layer. Layers are counted from the first layer of the target."""
         n = self.experts or 1
         return self.sites[(layer - self.first) * n : (layer - self.first + 1) * n]
 
     def lay_out(self, by_site: Any) -> Any:
-        """Arrays with one leading axis, of sites, to the stack's leading axes."""
+        """Reshapes arrays with one leading axis, of sites, to the leading axes of the stack."""
         return by_site if self.experts is None else by_site.reshape(*self.lead, *by_site.shape[1:])
 
     @property
@@ -123,7 +124,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive layers with the same kinds decomposed in the same shapes: what one scan runs over."""
+    """Consecutive layers in which the same kinds are decomposed, in the same shapes. One scan runs over them."""
 
     first: int
     stop: int
@@ -132,7 +133,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Sites:
-    """All sites in canonical order (by layer, then by the order of application), and their stacks.
+    """All sites in canonical order (by layer, then in the order in which they are applied), and their stacks.
 
     ``tied`` (T4): pairs of names; the second site of a pair is trained as a view of the first one. Tied sites are
     stacks of their own.
@@ -161,8 +162,8 @@ class Sites:
         by_layer = [(layer, tuple(group)) for layer, group in groupby(enumerate(self.all), lambda s: s[1].layer)]
 
         def form(entry: tuple[int, tuple[tuple[int, Site], ...]]) -> list[tuple[Any, ...]]:
-            """What neighbouring layers must have in common to be of one segment."""
-            # The name of a tied site makes the form of its layer unlike any other.
+            """Returns what neighbouring layers must have in common to be in one segment."""
+            # The name of a tied site makes the form of its layer unique.
             tie = (site.name if site.name in in_pairs else "" for _, site in entry[1])
             return [
                 (s.kind, s.reads, s.d_in, s.d_out, s.C, s.group, s.expert, s.faces, t)
@@ -201,23 +202,24 @@ class Sites:
 
     @cached_property
     def stack_rows(self) -> tuple[tuple[Stack, Any], ...]:
-        """For each site in canonical order: its stack and its place there (`Stack.rows`)."""
+        """The stack of each site, in canonical order, and the site's index in it (`Stack.rows`)."""
         places = {n: (stack, row) for stack in self.stacks for row, n in zip(stack.rows(), stack.sites, strict=True)}
         return tuple(places[n] for n in range(len(self.all)))
 
     @cached_property
     def views(self) -> dict[str, str]:
-        """T4: for every stack that is a view of another, the stack that is trained in its place."""
+        """The stacks that are views of others (T4), each with the stack that is trained in its place."""
         return {second: first for first, second in self.tied}
 
     def unstack(self, arrays: Mapping[str, T]) -> dict[str, T]:
-        """Per-stack arrays ``[layers, ...]`` (of experts ``[layers, experts, ...]``) to per-site arrays, keyed by site
-        name in canonical order."""
+        """Splits per-stack arrays ``[layers, ...]`` (``[layers, experts, ...]`` for experts) into per-site arrays,
+        keyed by site name in canonical order."""
         rows = zip(self.all, self.stack_rows, strict=True)
         return {site.name: arrays[stack.name][row] for site, (stack, row) in rows}  # type: ignore[index]
 
 
 def _span(first: str, last: str) -> str:
-    """One name for a stack: `layers.18.mlp.up_proj` alone, `layers.18-26.mlp.up_proj` from there to layer 26."""
+    """Returns the name of a stack: `layers.18.mlp.up_proj` for a single site, `layers.18-26.mlp.up_proj` for layers 18
+    to 26."""
     parts = zip(first.split("."), last.split("."), strict=True)
     return ".".join(a if a == b else f"{a}-{b}" for a, b in parts)

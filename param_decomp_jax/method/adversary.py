@@ -1,4 +1,4 @@
-"""Adversaries (section 7): sources chosen to make the output change as much as they can."""
+"""Adversaries (section 7): sources chosen to change the output as much as they can."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ from param_decomp_jax.sharding.memory import MemoryPolicy
 
 @dataclass(frozen=True)
 class FreshAttack:
-    """A1: ``n_steps`` signed ascents from a fresh start at every step; the result is a constant in the loss."""
+    """A fresh attack (A1): ``n_steps`` signed ascents from a new start at every step. The result is a constant in the
+    loss."""
 
     init: Literal["random", "ones", "zeroes"]
     step_size: float
@@ -51,12 +52,12 @@ class PerBatchPerPosition:
 
 @dataclass(frozen=True)
 class PerBatch:
-    """A2: one source for every row, whatever the position."""
+    """A2: one source for every row, shared by all positions."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A9: ``size`` sources for every row, of which each step uses one at all positions of the row."""
+    """A9: ``size`` sources for every row. Each step uses one of them at all positions of the row."""
 
     size: int
 
@@ -101,7 +102,8 @@ Ascent = AdamAscent | SignAscent | SGDAscent | MomentumAscent
 
 @dataclass(frozen=True)
 class PersistentAttack:
-    """A2 to A7: sources that live in the train state. ``sigmoid``: raw values are unbounded, sources sigmoid(raw)."""
+    """A persistent attack (A2 to A7): sources that live in the train state. ``sigmoid``: raw values are unbounded, and
+    sources are sigmoid(raw)."""
 
     optimizer: Ascent
     scope: Scope
@@ -110,14 +112,16 @@ class PersistentAttack:
     start_frac: float = 0.0
 
     def first_step(self, total: int) -> int:
-        """The first step at which the term and its updates are on (A6): step / total ≥ start_frac."""
+        """Returns the first step at which the term and its updates are on (A6): step / total ≥ start_frac."""
         return first_step(self.start_frac, total)
 
 
 class Adversary(eqx.Module):
-    """Everything of one persistent attack that a checkpoint must hold (T5): raw sources, moments, count of ascents.
+    """The state of one persistent attack that a checkpoint must hold (T5): raw sources, moments, and the count of
+    ascents.
 
-    ``mean``: Adam's, or momentum's sum of gradients; ``square``: Adam's. None where the ascent keeps none.
+    ``mean``: Adam's first moment, or momentum's sum of gradients. ``square``: Adam's second moment. None if the ascent
+    keeps none.
     """
 
     raw: Bundle
@@ -129,7 +133,7 @@ class Adversary(eqx.Module):
 def _bundle(
     sites: Sites, live: tuple[int, ...], key: PRNGKeyArray, use_delta: bool, draw: Callable[[PRNGKeyArray, int], Array]
 ) -> Bundle:
-    """Sources for the stacks with a live site; ``draw(key, columns)`` gives ``[*lead, columns]``."""
+    """Returns sources for the stacks with a live site. ``draw(key, columns)`` returns ``[*lead, columns]``."""
     chosen = set(live)
 
     def draw_stack(stack: Stack) -> Sources:
@@ -145,7 +149,8 @@ def _bundle(
 def initial_sources(
     spec: FreshAttack, key: PRNGKeyArray, sites: Sites, live: tuple[int, ...], leading: tuple[int, ...], use_delta: bool
 ) -> Bundle:
-    """A1: where a fresh attack starts; rows of a stack whose site is not live are there and never used."""
+    """Returns the sources from which a fresh attack starts (A1). Rows of a stack whose sites are not live exist but are
+    not used."""
     scopes: dict[str, Scope] = {
         "unique_per_datapoint": PerBatchPerPosition(),
         "per_row": PerBatch(),
@@ -166,7 +171,8 @@ def initial_sources(
 
 
 def attack(spec: FreshAttack, error: Callable[[Bundle], Float[Array, ""]], start: Bundle) -> Bundle:
-    """A1: ``source ← clip(source + step_size · sign(∂error/∂source), 0, 1)``, ``n_steps`` times; then a constant."""
+    """Runs a fresh attack (A1): ``source ← clip(source + step_size · sign(∂error/∂source), 0, 1)``, ``n_steps`` times.
+    The result is constant."""
 
     def ascend(_: Int[Array, ""], sources: Bundle) -> Bundle:
         gradient = jax.grad(error)(sources)
@@ -176,7 +182,7 @@ def attack(spec: FreshAttack, error: Callable[[Bundle], Float[Array, ""]], start
 
 
 def source_shape(scope: Scope, leading: tuple[int, ...]) -> tuple[int, ...]:
-    """A1, A2, A9: the leading shape of a source, for activations with these leading axes (global)."""
+    """Returns the leading shape of a source (A1, A2, A9), for activations with these (global) leading axes."""
     batch, *rest = leading
     match scope:
         case SingleSource():
@@ -196,7 +202,7 @@ def source_shape(scope: Scope, leading: tuple[int, ...]) -> tuple[int, ...]:
 def init_adversary(
     spec: PersistentAttack, key: PRNGKeyArray, sites: Sites, leading: tuple[int, ...], use_delta: bool
 ) -> Adversary:
-    """A5: raw sources U[0, 1], or N(0, 1) under the sigmoid; moments zero."""
+    """Draws raw sources from U[0, 1], or from N(0, 1) under the sigmoid (A5); moments are zero."""
 
     lead = positions(source_shape(spec.scope, leading))
 
@@ -212,19 +218,20 @@ def init_adversary(
 
 
 def kept_adversary(memory: MemoryPolicy, adversary: Adversary) -> Adversary:
-    """As the train state keeps it: moments in the memory policy's dtype and place."""
+    """Returns the adversary as the train state keeps it: with moments in the memory policy's dtype and place."""
     mean, square = store(memory, "sources_moments", (adversary.mean, adversary.square))
     return Adversary(adversary.raw, mean, square, adversary.count)
 
 
 def fetched_adversary(memory: MemoryPolicy, adversary: Adversary) -> Adversary:
-    """As updates compute with it: moments on the device, in fp32."""
+    """Returns the adversary as updates compute with it: with moments on the device, in fp32."""
     mean, square = fetch(memory, "sources_moments", (adversary.mean, adversary.square))
     return Adversary(adversary.raw, mean, square, adversary.count)
 
 
 def effective(spec: PersistentAttack, raw: Bundle, particle: Int[Array, "B *ones"] | None = None) -> Bundle:
-    """A5: the sources in [0, 1] that masks are built from. ``particle``: of a pool, the one that each row uses (A9)."""
+    """Returns the sources in [0, 1] that masks are built from (A5). ``particle``: the source of a pool that each row
+    uses (A9)."""
     if isinstance(spec.scope, Pool):
         assert particle is not None
         raw = {name: _of_particle(own, particle) for name, own in raw.items()}
@@ -236,7 +243,7 @@ def _of_particle(sources: Sources, particle: Int[Array, "B *ones"]) -> Sources:
         axis = x.ndim - n_behind - particle.ndim - 1
         behind = (1,) * n_behind
         numbers = jnp.arange(x.shape[axis]).reshape(-1, *(1,) * particle.ndim, *behind)
-        # Not by an index, whose gradient would be scattered: rows lie on many devices.
+        # Indexing would scatter the gradient, and rows lie on many devices.
         return jnp.sum(jnp.where(numbers == particle.reshape(*particle.shape, *behind), x, 0), axis=axis)
 
     delta = None if sources.delta is None else choose(sources.delta, 0)
@@ -246,14 +253,15 @@ def _of_particle(sources: Sources, particle: Int[Array, "B *ones"]) -> Sources:
 def ascend(
     spec: PersistentAttack, adversary: Adversary, gradient: Bundle, step: Int[Array, ""], total: int
 ) -> Adversary:
-    """A5: one update *up* the gradient of the error with respect to the raw sources; the rate is the step's (A7)."""
+    """Takes one ascent step (A5), *up* the gradient of the error with respect to the raw sources. The rate is that of
+    the training step (A7)."""
     rate = spec.optimizer.schedule(step, total)
     count = adversary.count + 1
     mean, square = adversary.mean, adversary.square
     match spec.optimizer:
         case AdamAscent(_, beta1, beta2, eps):
-            # Written out: optax's Adam multiplies (1 − β₂) · (g · g), which rounds differently, and would keep another
-            # state than the checkpoints hold.
+            # Written by hand because optax's Adam multiplies (1 − β₂) · (g · g), which rounds differently, and because
+            # its state differs from what the checkpoints hold.
             mean = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, mean, gradient)
             square = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, square, gradient)
             fix1, fix2 = 1 - beta1**count, 1 - beta2**count
@@ -281,9 +289,10 @@ def warm_up(
     written_out: bool = False,
     particle: Int[Array, "B *ones"] | None = None,
 ) -> Adversary:
-    """A3: ``n_warmup_steps`` ascents of ``error``, a function of the effective sources and the ascent's number.
+    """Takes the ``n_warmup_steps`` ascents of A3. ``error``: a function of the effective sources and the number of the
+    ascent.
 
-    ``written_out``: one after the other, without a loop. ``particle``: as in `effective`.
+    ``written_out``: whether the ascents are unrolled, without a loop. ``particle``: as in `effective`.
     """
 
     def one(number: Int[Array, ""], adversary: Adversary) -> Adversary:

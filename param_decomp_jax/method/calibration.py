@@ -1,4 +1,4 @@
-"""What a CI function takes from the batch of step 0 before training: the scales of its component readout (C8)."""
+"""What is set in a CI function from the batch of step 0, before training: the scales of its component readout (C8)."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ from param_decomp_jax.sharding.mesh import constrain
 from param_decomp_jax.targets.base import Weights
 
 ABOVE = 0.001
-"""Share of the positions at which the size of h is above the percentile."""
+"""The share of positions at which the size of h is above the percentile."""
 
 
 def calibrate(problem: Problem, learned: Learned, weights: Weights, inputs: Array) -> CIFunction:
-    """The CI function with the scales of its readout (C8), if it has one. ``learned``: as trained; ``inputs``: the
-    batch of step 0."""
+    """Returns the CI function with the scales of its readout set (C8), if it has a readout. ``learned``: as trained;
+    ``inputs``: the batch of step 0."""
     components, ci = learned
     if not isinstance(ci, ReadoutCI):
         return ci
@@ -47,25 +47,26 @@ def calibrate(problem: Problem, learned: Learned, weights: Weights, inputs: Arra
 
 
 def percentiles(sizes: Float[Array, "*n C"], over: OverPositions) -> Float[Array, "*experts C"]:
-    """The 99.9th percentile of each component's, linearly interpolated (C8); 0 where a site exists nowhere."""
+    """Returns the 99.9th percentile of each component's sizes, linearly interpolated (C8); 0 for a site that exists
+    nowhere."""
     columns = sizes.reshape(-1, sizes.shape[-1])
     if over.groups is None:
         return _percentile(columns, jnp.ones(columns.shape[0], bool))
     chosen = over.groups.chosen.reshape(-1)
-    # One after the other: each sorts the rows of all.
+    # Stacks run in sequence, because each sorts the rows of the whole batch.
     found: Array = jax.lax.map(lambda expert: _percentile(columns, chosen == expert), jnp.arange(over.n_experts))
     return found
 
 
 def _percentile(columns: Float[Array, "n C"], counted: Array) -> Float[Array, " C"]:
-    """The percentile `ABOVE` of each column's numbers at the rows that are ``counted``; none is below 0."""
+    """Returns the percentile `ABOVE` of each column over the rows that are ``counted``. Numbers are not negative."""
     n = columns.shape[0]
-    # Whole columns to a device, to be sorted there. What does not count comes first in order.
+    # Each device gets whole columns to sort. Rows that do not count sort first.
     in_order = jnp.sort(constrain(jnp.where(counted[:, None], columns, -1), None, "component"), axis=0)
-    # From the end, where a number in fp32 is exact enough for any n.
+    # The place is counted from the end, where fp32 is exact enough for any n.
     place = ABOVE * jnp.maximum(jnp.sum(counted) - 1, 0).astype(columns.dtype)
     upper = jnp.floor(place).astype(jnp.int32)
     above, below = in_order[n - 1 - upper], in_order[jnp.maximum(n - 2 - upper, 0)]
     share = place - upper
-    # Between two numbers only where there is another one: of one alone, place is 0.
+    # Interpolated only if there is a second number; with one, place is 0.
     return jnp.maximum(jnp.where(share > 0, (1 - share) * above + share * below, above), 0)

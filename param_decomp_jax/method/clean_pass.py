@@ -1,4 +1,4 @@
-"""The clean pass of a batch (F4): what all masked forwards of the batch share."""
+"""The clean pass of a batch (F4), which all masked forwards of the batch share."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,17 +25,17 @@ from param_decomp_jax.targets.plain_linears import RESIDUAL
 from param_decomp_jax.targets.points import RESID_POST, RESID_PRE, Point, point_name
 
 PointRecords = dict[str, dict[tuple[int, ...], Shaped[Array, "_ *leading _"]]]
-"""Activations at points, by hook, and by the numbers of the layers that an array has."""
+"""Activations at points, by hook and by the numbers of the layers in an array."""
 
 
 @dataclass(frozen=True)
 class CleanPass:
     """A batch and the results of its forward pass with no live site.
 
-    ``forward``: the output and the records. ``reference``: what errors compare masked outputs with, where that is made
+    ``forward``: the output and the records. ``reference``: what errors compare masked outputs with, if it is computed
     beforehand. ``site_inputs``: clean inputs of the sites by stack, empty where they are recomputed. ``at``: global
-    numbers of the positions (M4). ``batch``: rows of the global batch. ``points``: the activations at the points that
-    were asked for. ``point_squares``: by the point's name, its sum of squares over the whole batch.
+    numbers of the positions (M4). ``batch``: the number of rows of the global batch. ``points``: activations at the
+    points that were asked for. ``point_squares``: sums of squares over the whole batch, by the name of the point.
     """
 
     target: Target
@@ -52,17 +52,17 @@ class CleanPass:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Leading axes of an activation, global."""
+        """The global leading axes of an activation."""
         return self.at.shape
 
     @property
     def looked_up(self) -> dict[str, Int[Array, "layers *leading"]]:
-        """The numbers of the rows that are looked up (F7), by stack of tables."""
+        """The numbers of the looked-up rows (F7), by stack of tables."""
         return {stack.name: self.inputs[None] for stack in self.target.sites.stacks if stack.lookup}
 
     @property
     def chosen(self) -> ChosenExperts:
-        """The experts that its positions take, where these are sites."""
+        """The experts that the positions take, where experts' matrices are sites."""
         return chosen_experts(self.target.sites, dict(self.forward.records))
 
     @property
@@ -73,17 +73,18 @@ class CleanPass:
         return RecomputedInputs(self.target, self.weights, dict(self.forward.records))
 
     def residual(self, live: tuple[int, ...]) -> Array:
-        """F6: the clean residual where a forward with these live sites leaves the clean pass, its first live layer."""
+        """Returns the clean residual at the first live layer, where a forward with these live sites leaves the clean
+        pass (F6)."""
         layer = self.target.sites.all[live[0]].layer
         first = max(start for start in self.forward.records if start <= layer)
         return self.forward.records[first][RESIDUAL][layer - first]
 
     def at_point(self, point: Point) -> Shaped[Array, "*leading _"]:
-        """The activation at one of the points that were asked for."""
+        """Returns the activation at one of the points that were asked for."""
         return self.at_hook(point.hook, range(point.layer, point.layer + 1))[0]
 
     def at_boundaries(self, boundaries: Sequence[int]) -> Float[Array, "_ *leading _"]:
-        """The residual streams that enter the blocks of these numbers, one after the other (C10)."""
+        """Returns the residual streams that enter the blocks with these numbers, stacked (C10)."""
         found: list[tuple[Array, list[int]]] = []
         for boundary in boundaries:
             array, row = self._entering(boundary)
@@ -91,12 +92,12 @@ class CleanPass:
                 found[-1][1].append(row)
             else:
                 found.append((array, [row]))
-        # Slices, not a stack of rows: an array that is wanted whole is not copied.
+        # Slices instead of stacked rows, so that an array that is wanted whole is not copied.
         parts = [x[rows[0] : rows[-1] + 1 : rows[1] - rows[0] if len(rows) > 1 else 1] for x, rows in found]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def _entering(self, boundary: int) -> tuple[Array, int]:
-        """Where the residual stream lies that enters a block: an array and the row."""
+        """Returns where the residual stream that enters a block is kept: an array and a row."""
         for first, own in self.forward.records.items():
             if RESIDUAL in own and first <= boundary < first + own[RESIDUAL].shape[0]:
                 return own[RESIDUAL], boundary - first
@@ -107,7 +108,7 @@ class CleanPass:
         raise AssertionError(f"the residual stream that enters block {boundary} was not recorded")
 
     def at_hook(self, hook: str, layers: range) -> Shaped[Array, "_ *leading _"]:
-        """The activations at a hook in neighbouring layers, all of which were asked for."""
+        """Returns the activations at a hook in neighbouring layers, all of which were asked for."""
         parts = []
         for recorded, array in sorted(self.points[hook].items()):
             rows = [n for n, layer in enumerate(recorded) if layer in layers]
@@ -120,13 +121,13 @@ class CleanPass:
 
 
 def _evenly(rows: list[int], row: int) -> bool:
-    """Whether ``row`` comes as far after the last of ``rows`` as that after the one before it."""
+    """Returns whether ``row`` follows the last of ``rows`` at the same distance as that one follows its predecessor."""
     step = row - rows[-1]
     return step > 0 and (len(rows) == 1 or step == rows[-1] - rows[-2])
 
 
 def point_records(records: Mapping[int, dict[str, Array]], points: Collection[Point]) -> PointRecords:
-    """The activations at ``points``, of the records of a clean pass that was told to keep them."""
+    """Returns the activations at ``points`` from the records of a clean pass that was told to keep them."""
     found: PointRecords = {}
     for hook in sorted({point.hook for point in points}):
         asked = {point.layer for point in points if point.hook == hook}
@@ -141,7 +142,7 @@ def point_records(records: Mapping[int, dict[str, Array]], points: Collection[Po
 
 
 def squares(points: PointRecords) -> dict[str, Float[Array, ""]]:
-    """The sum of squares over the whole batch at every point, by its name (N2)."""
+    """Returns the sum of squares over the whole batch at every point, by the point's name (N2)."""
     return {
         point_name(hook, layer): jnp.sum(wide(array[row]) ** 2)
         for hook, by_layers in points.items()
@@ -154,8 +155,8 @@ def squares(points: PointRecords) -> dict[str, Float[Array, ""]]:
 class DecomposedBatch:
     """A batch as losses and masked forwards see it.
 
-    ``components``: those of every stack, each of their arrays ``[layers, …]``. ``reader``: reads the causal importances
-    of its positions, site by site.
+    ``components``: the components of every stack, as arrays ``[layers, …]``. ``reader``: reads the causal importances
+    of the positions, site by site.
     """
 
     clean_pass: CleanPass
@@ -168,11 +169,11 @@ class DecomposedBatch:
 
     @property
     def n_positions(self) -> int:
-        """The positions of the batch; a toy's rows have one each."""
+        """The number of positions of the batch; a toy has one per row."""
         return self.clean_pass.at.size
 
     def with_squash(self, squash: Squash) -> "DecomposedBatch":
-        """The batch with another function from logits to causal importances."""
+        """Returns the batch with another function from logits to causal importances."""
         return replace(self, reader=replace(self.reader, squash=squash))
 
     def constant(self) -> "DecomposedBatch":

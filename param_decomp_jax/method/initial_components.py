@@ -1,5 +1,5 @@
-"""Initial components that are not drawn: weighted singular vectors of every matrix (T6), or its neurons and channels of
-heads (T9)."""
+"""Initial components that are not drawn at random: weighted singular vectors of every matrix (T6), or its neurons and
+the channels of its heads (T9)."""
 
 import math
 from dataclasses import dataclass
@@ -20,35 +20,35 @@ from param_decomp_jax.targets.base import Weights
 from param_decomp_jax.targets.plain_linears import PlainLayer, PlainLinears, frozen_axes
 
 POSITIONS_PER_DIMENSION = 16
-"""Positions in the batches that second moments are summed over (T6), for each dimension."""
+"""The number of positions per dimension over which second moments are summed (T6)."""
 NOTHING = 1e-6
-"""Columns of ``W Uᵀ`` that are shorter than this share of the longest are roundings: W has a lower rank."""
+"""Columns of ``W Uᵀ`` shorter than this share of the longest are rounding errors: W has a lower rank."""
 
 Moments = dict[str, Float[Array, "layers r r"]]
-"""By stack as trained, ``r`` the smaller of d_in and d_out: of the inputs (r = d_in) or of the outputs; of a table, of
-its rows that were looked up."""
+"""Second moments by trained stack, with ``r`` the smaller of d_in and d_out: moments of the inputs (r = d_in) or of the
+outputs; for a table, of the rows that were looked up."""
 
 
 def n_batches(sites: Sites, positions: int) -> int:
-    """Batches of so many positions that T6 takes."""
+    """Returns how many batches, of ``positions`` positions each, T6 takes."""
     largest = max(min(stack.d_in, stack.d_out) for stack in _trained(sites))
     return math.ceil(POSITIONS_PER_DIMENSION * largest / positions)
 
 
 def no_moments(sites: Sites) -> Moments:
-    """Those of no batch."""
+    """Returns second moments of zero, to which those of batches are added."""
     return {stack.name: jnp.zeros((stack.n_layers, _width(stack), _width(stack))) for stack in _trained(sites)}
 
 
 def moments_axes(sites: Sites) -> dict[str, Axes]:
-    """Logical axes of every array."""
+    """Returns the logical axes of every array."""
     return {stack.name: Axes((None, "split")) for stack in _trained(sites)}
 
 
 def output_moments(problem: Problem, weights: Weights, inputs: Array) -> Moments:
-    """Sums over a batch's positions, from which those of a site's outputs follow.
+    """Returns sums over a batch's positions, from which the second moments of the sites' outputs follow.
 
-    No site may be an expert's matrix.
+    Sites must not be experts' matrices.
     """
     target, sites = problem.target, problem.target.sites
     assert all(stack.experts is None for stack in sites.stacks), "experts' matrices have no moments here"
@@ -60,7 +60,7 @@ def output_moments(problem: Problem, weights: Weights, inputs: Array) -> Moments
 
 
 def weighted_singular_vectors(problem: Problem, weights: Weights, moments: Moments) -> Components:
-    """The components that training starts from, of `output_moments` summed over batches."""
+    """Returns the components that training starts from, given `output_moments` summed over batches."""
     sites = problem.target.sites
     matrices = problem.target.site_weights(weights)
     drawn = init_components(init_keys(problem.decomposition).components, sites)
@@ -71,16 +71,17 @@ def weighted_singular_vectors(problem: Problem, weights: Weights, moments: Momen
             V, U = _of_site(wide(W), moment, drawn, stack.lookup)
             return constrain(V, *V_AXES.names), constrain(U, *U_AXES.names)
 
-        # One after the other: an eigenvector needs the whole matrix on a device.
+        # Matrices run in sequence, because eigenvectors need the whole matrix on one device.
         return Factors(*jax.lax.map(of_layer, (matrices[stack.name], moments[stack.name], drawn[stack.name].V)))
 
     return {stack.name: of_stack(stack) for stack in _trained(sites)}
 
 
 def nonlinearity_aligned(problem: Problem, weights: Weights) -> Components:
-    """The components that training starts from, one for each coordinate of the side that faces a nonlinearity (T9).
+    """Returns the components that training starts from, one for each coordinate of the side that faces a nonlinearity
+    (T9).
 
-    Every site must face units, and none may be an expert's matrix.
+    Every site must face units and must not be an expert's matrix.
     """
     sites = problem.target.sites
     matrices = problem.target.site_weights(weights)
@@ -106,10 +107,12 @@ def nonlinearity_aligned(problem: Problem, weights: Weights) -> Components:
 def aligned(
     by_coordinate: Float[Array, "n o"], C: int, key: PRNGKeyArray
 ) -> tuple[Float[Array, "C n"], Float[Array, "C o"]]:
-    """The unit vector of each component's coordinate, and the component's share of the matrix's vector there (T9).
+    """Returns the unit vector of each component's coordinate, and the component's share of the matrix's vector there
+    (T9).
 
-    ``by_coordinate``: the matrix's vectors, C at most n · o. The random orders are those of `uniform`, with the two
-    keys that ``key`` is split into: of the coordinates at position 0, and of each one's o entries at its own number.
+    ``by_coordinate``: the matrix's vectors, C at most n · o. The random orders come from `uniform`, with the two keys
+    that ``key`` is split into: the order of the coordinates at position 0, and the order of each coordinate's o entries
+    at its own number.
     """
     n, o = by_coordinate.shape
     if n == C:
@@ -122,7 +125,7 @@ def aligned(
     else:
         counts = C // n + (jnp.arange(n) < C % n)
         ends = jnp.cumsum(counts)
-        turn = jnp.searchsorted(ends, jnp.arange(C), side="right")  # whose place in the order the component has
+        turn = jnp.searchsorted(ends, jnp.arange(C), side="right")  # the coordinate, by its place in the order
         coordinates, count = order[turn], counts[turn]
         number = jnp.arange(C) - (ends - counts)[turn]
         places = jnp.argsort(jnp.argsort(uniform(shares_key, positions((n,)), o)))
@@ -136,7 +139,7 @@ def _trained(sites: Sites) -> list[Stack]:
 
 
 def _width(stack: Stack) -> int:
-    """The width of a stack's second moments."""
+    """Returns the width of a stack's second moments."""
     return stack.d_out if stack.lookup else min(stack.d_in, stack.d_out)
 
 
@@ -148,7 +151,8 @@ def _of_site(
     if lookup or d_out <= d_in:
         directions = _eigenvectors(moment)[:, :n]
     else:
-        # The outputs lie in the row space of W. Of its orthonormal basis Q, W = Rᵀ Qᵀ: they are x Rᵀ there.
+        # The outputs lie in the row space of W. With its orthonormal basis Q, W = Rᵀ Qᵀ, and their coordinates there
+        # are x Rᵀ.
         Q, R = jnp.linalg.qr(W.T)
         directions = _product(Q, _eigenvectors(_product(_product(R, moment), R.T))[:, :n])
     largest = jnp.take_along_axis(directions, jnp.argmax(jnp.abs(directions), axis=0, keepdims=True), axis=0)
@@ -162,12 +166,12 @@ def _of_site(
 
 
 def _eigenvectors(moment: Float[Array, "r r"]) -> Float[Array, "r r"]:
-    """In columns, those of the largest eigenvalues first."""
+    """Returns the eigenvectors as columns, those of the largest eigenvalues first."""
     return jnp.linalg.eigh(moment)[1][:, ::-1]
 
 
 def _product(a: Array, b: Array) -> Array:
-    """In true fp32 (GPUs would take TF32 by themselves)."""
+    """Returns the product in true fp32 (the default on GPUs is TF32)."""
     return jnp.matmul(a, b, precision="highest")
 
 
@@ -178,7 +182,7 @@ def _second_moment(x: Float[Array, "*n d"]) -> Float[Array, "d d"]:
 
 @dataclass
 class _MomentsLayer(PlainLayer):
-    """Keeps, by the kind of a site, the second moment of what it reads or of what it gives: of the narrower."""
+    """Records the second moment of each site's input or output, whichever is narrower, by the kind of the site."""
 
     def enter(self, x: Shaped[Array, "*n"]) -> None:
         pass
@@ -200,7 +204,7 @@ class _MomentsLayer(PlainLayer):
 
 @dataclass(frozen=True)
 class _MomentsLinears(PlainLinears):
-    """The clean pass, of which second moments are kept and no activation."""
+    """A clean pass that keeps second moments and no activations."""
 
     def layer(self, first: int, stop: int, slice_: Any) -> _MomentsLayer:
         plain = super().layer(first, stop, slice_)

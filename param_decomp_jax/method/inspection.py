@@ -1,7 +1,7 @@
-"""Entry points for looking into a step and for comparisons with other implementations.
+"""Entry points for inspecting a step and for comparing it with other implementations.
 
-A step is a function of state, weights, batch and random numbers. With these calls each of its parts can be computed
-alone, the random numbers can be read or given, and arrays can be moved between the stacked layout and one by site name:
+A step is a function of state, weights, batch and random numbers. These calls compute each of its parts alone, read its
+random numbers or take others, and convert arrays between the stacked layout and one by site name:
 
 ```python
 draws = step_draws(problem, step=3, leading=(B, T))                 # what a step at this point draws
@@ -11,8 +11,8 @@ V = unstack_sites(problem.target.sites, gradients.components)["layers.0.mlp.up_p
 ```
 
 All are pure functions that can be jitted with ``problem`` (and names, and leading axes) static. `step.py:step_outcome`
-is the whole step with its update and its gradients. `tests/core/tiny.py` uses them to hold the core against the
-reference of the tests.
+is the whole step with its update and its gradients. `tests/core/tiny.py` uses these calls to compare the core with the
+reference implementation of the tests.
 """
 
 from collections.abc import Mapping
@@ -44,13 +44,13 @@ from param_decomp_jax.targets.base import Weights
 
 
 def step_draws(problem: Problem, step: int | Int[Array, ""], leading: tuple[int, ...]) -> dict[str, list[ForwardDraws]]:
-    """The random numbers of a training step as arrays: by reconstruction term, those of each of its masked forwards.
+    """Returns the random numbers of a training step as arrays: for each reconstruction term, those of its masked
+    forwards.
 
     ``leading``: global axes of an activation before its last one, ``(B, T)`` for a language model. A term's forwards
-    come in the order of its live sets, and for each of these its samples; after them, of a persistent term on subsets,
-    its warm-up ascents (A3). The result can be given to
-    `step_outcome`, `loss_and_gradients` and `term_loss_and_gradients`; with other numbers in its place, made by
-    another implementation, these compute with those. A forward's sources from arrays by site name:
+    come in the order of its live sets, with the samples of each live set together. For a persistent term on subsets,
+    its warm-up ascents follow (A3). `step_outcome`, `loss_and_gradients` and `term_loss_and_gradients` take this
+    result, or numbers from another implementation in its place. To make a forward's sources from arrays by site name:
 
     ```python
     by_site = {"layers.0.mlp.up_proj": Sources(components, delta)}      # [B, T, C] and [B, T]
@@ -69,12 +69,12 @@ def step_draws(problem: Problem, step: int | Int[Array, ""], leading: tuple[int,
 def loss_and_gradients(
     problem: Problem, state: State, weights: Weights, inputs: Array, draws: GivenDraws | None = None
 ) -> tuple[Metrics, Gradients]:
-    """Losses and gradients of the training step that ``state`` is about to take, without the update.
+    """Returns losses and gradients of the training step that ``state`` is about to take, without the update.
 
     As in the step, persistent sources first take their warm-up ascents (A3). The losses are ``loss/<term>`` without
     coefficient, their parts (R6), and ``loss/total``, all scalars; the gradients are of the total, before any clip, in
     the structure of `State.components`, of `State.ci`, and of each persistent term's raw sources (`Gradients`).
-    ``draws``: in place of the step's.
+    ``draws``: used in place of the step's own.
     """
     clean_pass = run_clean_pass(problem, state.ci, weights, inputs, keeps_outputs(problem), compared_points(problem))
     objective = make_objective(problem.decomposition, state, draws)
@@ -86,12 +86,12 @@ def loss_and_gradients(
 def term_loss_and_gradients(
     problem: Problem, state: State, weights: Weights, inputs: Array, name: str, draws: GivenDraws | None = None
 ) -> tuple[Float[Array, ""], Gradients]:
-    """What one term contributes to the total loss, ``coeff · term``, and the gradients of that contribution.
+    """Returns what one term contributes to the total loss, ``coeff · term``, and the gradients of that contribution.
 
-    The term draws what it draws in the step that ``state`` is about to take, or ``draws`` (those of other terms are
-    ignored). The sources of a persistent term are those of ``state``, before any ascent. Contributions add up to the
-    total loss. Gradients of the CI function do not add up where λ leaks (C1), which depends on the sign of the sum.
-    Fails by assertion if no term has this name.
+    The term's random numbers are those of the step that ``state`` is about to take, or ``draws`` (those of other terms
+    are ignored). The sources of a persistent term are those of ``state``, before any ascent. Contributions add up to
+    the total loss. Gradients of the CI function do not add up where λ leaks (C1), because the leak depends on the sign
+    of the sum. Fails by assertion if no term has this name.
     """
     spec = problem.decomposition
     terms = tuple(term for term in spec.terms if term.name == name)
@@ -112,12 +112,11 @@ def term_loss_and_gradients(
 
 
 def unstack_sites(sites: Sites, stacked: Mapping[str, Any]) -> dict[str, Any]:
-    """From the stacked layout to arrays by site name, in canonical order.
+    """Converts the stacked layout to arrays by site name, in canonical order.
 
-    ``stacked``: by stack name, trees of arrays with a leading layer axis: `State.components`, heads of a CI function,
-    a `Bundle` of sources, ``Objective`` summaries. The result has the same trees without that axis (of experts: without
-    the axes of layers and experts). Sites of stacks
-    that ``stacked`` does not have (tied ones, T4) are left out.
+    ``stacked``: by stack name, trees of arrays with a leading layer axis: `State.components`, heads of a CI function, a
+    `Bundle` of sources, ``Objective`` summaries. The result has the same trees without that axis (for experts, without
+    the axes of layers and experts). Sites of stacks that ``stacked`` lacks (tied ones, T4) are left out.
     """
     rows = zip(sites.all, sites.stack_rows, strict=True)
     return {
@@ -128,10 +127,10 @@ def unstack_sites(sites: Sites, stacked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stack_sites(sites: Sites, by_site: Mapping[str, Any], fill: bool = False) -> dict[str, Any]:
-    """The inverse of `unstack_sites`: from trees of arrays by site name to the stacked layout.
+    """Inverts `unstack_sites`: converts trees of arrays by site name to the stacked layout.
 
-    Stacks with none of the given sites are left out. Of a stack, all sites must be given, or with ``fill`` at least
-    one: the rows of the others are zeros. Fails by assertion otherwise, and for an unknown name.
+    Stacks with none of the given sites are left out. All sites of a stack must be given, or with ``fill`` at least one;
+    the rows of the others are then zeros. Fails by assertion otherwise, and for an unknown name.
     """
     unknown = by_site.keys() - {site.name for site in sites.all}
     assert not unknown, f"not sites of this decomposition: {', '.join(sorted(unknown))}"

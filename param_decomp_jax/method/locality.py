@@ -16,8 +16,8 @@ from param_decomp_jax.nn.numerics import wide
 
 @dataclass(frozen=True)
 class NonlinearityLocality(DirectTerm):
-    """L7. ``kinds``: the kinds of units that count, each with its weight. ``threshold``: t, above 0 at each of the
-    ``steps`` of training."""
+    """The term of L7. ``kinds``: the kinds of units that count, each with its weight. ``threshold``: t, above 0 at each
+    of the ``steps`` of training."""
 
     kinds: tuple[tuple[UnitKind, float], ...]
     threshold: float | AnySchedule
@@ -25,7 +25,7 @@ class NonlinearityLocality(DirectTerm):
     normalize_at_one: bool = False
 
     def value(self, batch: DecomposedBatch, step: Int[Array, ""]) -> Float[Array, ""]:
-        # An evaluation after the last step asks for step ``steps``, where T2 goes beyond its final value.
+        # An evaluation after the last step asks for step ``steps``, where T2 would go beyond its final value.
         threshold = value_at(self.threshold, jnp.minimum(step, self.steps - 1), self.steps)
         with jax.named_scope("nonlinearity_locality"):
             return nonlinearity_locality(
@@ -44,7 +44,7 @@ def nonlinearity_locality(
     threshold: float | Float[Array, ""],
     normalize_at_one: bool = False,
 ) -> Float[Array, ""]:
-    """L7 without its coefficient, in fp32 from the fp32 masters; of a tied pair (T4) both sites count."""
+    """Returns L7 without its coefficient, in fp32 from the fp32 masters. Both sites of a tied pair (T4) count."""
     total = jnp.zeros(())
     for kind, weight in kinds:
         facing = [(stack, stack.faces) for stack in sites.stacks if stack.faces and stack.faces.kind == kind]
@@ -58,10 +58,10 @@ def nonlinearity_locality(
 def soft_counts(
     factors: Factors, units: Units, threshold: float | Float[Array, ""], normalize_at_one: bool
 ) -> Float[Array, "*lead C"]:
-    """The number of units that each component of a stack touches, where those with less than a share t/N of its length
-    count little: ``m · Σ_u f_u / (f_u + t/N)``."""
+    """Returns a soft count of the units that each component of a stack touches: ``m · Σ_u f_u / (f_u + t/N)``. Units
+    with less than a share t/N of the component's length count little."""
 
-    # Its intermediates are larger than the factors, and made again in no time.
+    # The intermediates are larger than the factors, and fast to recompute.
     @jax.checkpoint
     def count(vectors: Array, relative: Array) -> Array:
         if units.side == "output":

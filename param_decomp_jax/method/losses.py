@@ -24,9 +24,9 @@ from param_decomp_jax.targets.plain_linears import frozen_axes
 
 @dataclass(frozen=True)
 class DirectTerm(ABC):
-    """A term that is computed from the clean pass and from what is trained, without masked forwards.
+    """A term that is computed from the clean pass and the trained arrays, without masked forwards.
 
-    A subclass is a term of its own: the objective asks it for its value, and gradients follow by differentiation.
+    A subclass is a term of its own. The objective asks it for its value and differentiates that.
     """
 
     name: str
@@ -34,23 +34,23 @@ class DirectTerm(ABC):
 
     @abstractmethod
     def value(self, batch: DecomposedBatch, step: Int[Array, ""]) -> Float[Array, ""]:
-        """The term without its coefficient. ``step``: the number of this step.
+        """Returns the term without its coefficient. ``step``: the number of this step.
 
         `ci.per_component` sums a function of ``batch``'s causal importances over positions.
         """
 
     @abstractmethod
     def describe(self) -> str:
-        """What the term is, in a few words."""
+        """Returns a description of the term in a few words."""
 
 
 Normalize = Literal["entries", "per_site"]
-"""What squares of deltas are divided by: the number of all entries (L1), or each site's own ‖W‖² (L5)."""
+"""What the squares of deltas are divided by: the number of all entries (L1), or each site's own ‖W‖² (L5)."""
 
 
 @dataclass(frozen=True)
 class Faithfulness(DirectTerm):
-    """L1, or L5 with ``normalize`` "per_site". ``product``: how V U is computed (N4)."""
+    """The faithfulness term: L1, or L5 with ``normalize`` "per_site". ``product``: how V U is computed (N4)."""
 
     product: DeltaProduct = "fp32"
     normalize: Normalize = "entries"
@@ -67,7 +67,7 @@ class Faithfulness(DirectTerm):
 
 @dataclass(frozen=True)
 class Lp:
-    """ψ(υ) = (υ + eps)^p with p annealed (L4) or on a schedule; with ``normalize_at_one`` over ψ(1)."""
+    """ψ(υ) = (υ + eps)^p with p annealed (L4) or on a schedule; divided by ψ(1) with ``normalize_at_one``."""
 
     p: Anneal | AnySchedule
     eps: float
@@ -76,7 +76,7 @@ class Lp:
 
 @dataclass(frozen=True)
 class SmoothL0:
-    """ψ(υ) = υ² / (υ² + γ²) with γ on a schedule; with ``normalize_at_one`` over ψ(1)."""
+    """ψ(υ) = υ² / (υ² + γ²) with γ on a schedule; divided by ψ(1) with ``normalize_at_one``."""
 
     gamma: AnySchedule
     normalize_at_one: bool = False
@@ -84,9 +84,9 @@ class SmoothL0:
 
 @dataclass(frozen=True)
 class Frequency:
-    """The batch-size-invariant part of L2: ``coeff · Σ f_c · log2(1 + a · f_c)``; its coefficient is its own.
+    """The batch-size-invariant part of L2: ``coeff · Σ f_c · log2(1 + a · f_c)``, with a coefficient of its own.
 
-    ``ema_halflife_steps``: of the mean over steps that takes the place of f_c (L6).
+    ``ema_halflife_steps``: the half-life of the mean over steps that replaces f_c (L6).
     """
 
     coeff: float | AnySchedule
@@ -96,7 +96,7 @@ class Frequency:
 
 @dataclass(frozen=True)
 class ImportanceMinimality:
-    """L2: ``Σ f_c · (1 + β · log2(1 + S_c))``, and the frequency form beside it if there is one."""
+    """L2: ``Σ f_c · (1 + β · log2(1 + S_c))``, plus the frequency form if there is one."""
 
     name: str
     coeff: float | AnySchedule
@@ -106,7 +106,7 @@ class ImportanceMinimality:
 
 
 def has_means(term: ImportanceMinimality) -> bool:
-    """Whether a term's frequencies are means over steps (L6), which the state has."""
+    """Returns whether a term's frequencies are means over steps (L6), which are part of the state."""
     return term.frequency is not None and term.frequency.ema_halflife_steps is not None
 
 
@@ -120,8 +120,8 @@ def faithfulness(
     product: DeltaProduct = "fp32",
     normalize: Normalize = "entries",
 ) -> Float[Array, ""]:
-    """L1: ``Σ ‖Δ_s‖² / Σ d_in · d_out``, or L5: the mean of ``‖Δ_s‖² / ‖W_s‖²``; in fp32 from the fp32 masters. Every
-    expert's matrix counts (X7).
+    """Returns L1, ``Σ ‖Δ_s‖² / Σ d_in · d_out``, or L5, the mean of ``‖Δ_s‖² / ‖W_s‖²``, in fp32 from the fp32 masters.
+    Every expert's matrix counts (X7).
 
     ``product``: how V U is computed (N4).
     """
@@ -130,7 +130,7 @@ def faithfulness(
     frozen = frozen_axes(memory)
 
     def squares(_: None, sites: dict[str, tuple[Array, Factors]]) -> tuple[None, list[Array]]:
-        """By column, for that is how Δ is split: devices add up what they have when all layers are done."""
+        """Returns sums by column, because Δ is split so: devices add up what they have when all layers are done."""
         pinned = [(pin(W, with_lead(frozen, W.ndim)), factors) for W, factors in sites.values()]
         deltas = [named(delta(W, factors, product), "deltas") for W, factors in pinned]
         if per_site:
@@ -139,7 +139,8 @@ def faithfulness(
         return None, [jnp.sum(x**2, axis=tuple(range(x.ndim - 1))) for x in deltas]
 
     total = jnp.zeros(())
-    # Stacks of as many layers go through one scan, so that what the sites of a layer send can be sent together.
+    # Stacks with the same number of layers go through one scan, so that what the sites of a layer send can be sent
+    # together.
     for n_layers in sorted({W.shape[0] for W in weights.values()}):
         alike = {name: (W, components[name]) for name, W in weights.items() if W.shape[0] == n_layers}
         if memory.recomputes("layers"):
@@ -149,21 +150,21 @@ def faithfulness(
         total += sum(map(jnp.sum, columns))
     if per_site:
         return total / float(sum(prod(W.shape[:-2]) for W in weights.values()))
-    return total / float(sum(W.size for W in weights.values()))  # 5.6e9 for the MLPs of an 8B: no int32
+    return total / float(sum(W.size for W in weights.values()))  # 5.6e9 for the MLPs of an 8B: too large for int32
 
 
 def _squares(W: Float[Array, "*lead d_in d_out"]) -> Float[Array, "*lead"]:
-    """‖W‖² of each matrix, in fp32."""
+    """Returns ‖W‖² of each matrix, in fp32."""
     return jnp.sum(wide(W) ** 2, axis=(-2, -1))
 
 
 def penalty_of(
     penalty: Lp | SmoothL0, upper: Float[Array, "*n"], step: Int[Array, ""], total: int
 ) -> Float[Array, "*n"]:
-    """ψ of L2, elementwise."""
+    """Returns ψ of L2, elementwise."""
     match penalty:
         case Lp(p, eps):
-            # Evaluations after the last step ask for step ``total``, where T2 goes beyond its final value.
+            # Evaluations after the last step ask for step ``total``, where T2 would go beyond its final value.
             at = step if isinstance(p, Anneal) else jnp.minimum(step, total - 1)
             power = p(at, total).astype(upper.dtype)
             value = (upper + eps) ** power
@@ -181,16 +182,17 @@ def penalty_sum(
     total: int,
     over: OverPositions = OverPositions(),  # noqa: B008
 ) -> Float[Array, "*experts C"]:
-    """``S_c = Σ ψ(υ_c)`` of L2, over all positions of the global batch; of experts, over those of each (X4)."""
+    """Returns ``S_c = Σ ψ(υ_c)`` of L2 over all positions of the global batch; for experts, over those that take each
+    (X4)."""
     return over.sum(penalty_of(penalty, upper, step, total))
 
 
 def importance_minimality(
     term: ImportanceMinimality, sums: dict[str, Float[Array, "*lead C"]], n_positions: int
 ) -> tuple[Float[Array, ""], Float[Array, ""] | None]:
-    """L2 without coefficients: the main value, and the frequency part's (None without one).
+    """Returns L2 without coefficients: the main value, and that of the frequency part (None without one).
 
-    ``sums``: S_c by stack. The logarithm is of the sum over the global batch (L3).
+    ``sums``: S_c by stack. The logarithm is taken of the sum over the global batch (L3).
     """
     main, frequency = jnp.zeros(()), jnp.zeros(())
     for S in sums.values():
@@ -202,20 +204,20 @@ def importance_minimality(
 
 
 def _frequency_penalty(f: Float[Array, "*lead C"], a: float) -> Float[Array, "*lead C"]:
-    """Φ of L2 and L6."""
+    """Returns Φ of L2 and L6."""
     return f * jnp.log2(1 + a * f)
 
 
 Means = dict[str, Float[Array, "..."]]
-"""By stack ``[*lead, C]``: a decaying mean over steps of every component's frequency, from 0 (L6)."""
+"""A decaying mean over steps of every component's frequency, which starts at 0 (L6); ``[*lead, C]`` by stack."""
 
 
 def mean_frequency(
     term: Frequency, means: Means, sums: dict[str, Float[Array, "..."]], n_positions: int, step: Int[Array, ""]
 ) -> tuple[Float[Array, ""], Means]:
-    """L6 without its coefficient, and the means after this step.
+    """Returns L6 without its coefficient, and the means after this step.
 
-    The value is that of the means. The gradient is that of a batch whose frequencies are the means, in full.
+    The value is computed from the means. The gradient is the full one of a batch whose frequencies are the means.
     """
     assert term.ema_halflife_steps is not None
     decay, a = 2.0 ** (-1.0 / term.ema_halflife_steps), term.reference_token_count
@@ -225,6 +227,6 @@ def mean_frequency(
         moved[name] = decay * means[name] + (1 - decay) * jax.lax.stop_gradient(f)
         mean = moved[name] / (1 - decay ** (jnp.asarray(step, float) + 1))
         slope = jnp.log2(1 + a * mean) + a * mean / ((1 + a * mean) * log(2.0))
-        # The second part is 0, but for its gradient.
+        # The second part is 0 and only adds its gradient.
         total += jnp.sum(_frequency_penalty(mean, a)) + jnp.sum(slope * (f - jax.lax.stop_gradient(f)))
     return total, moved

@@ -2,7 +2,7 @@
 
 All masked forwards of a step pass through each layer at the same time, as *streams*: the layer sees their rows side by
 side. So a site's causal importance is computed once for all of them, and their gradients with respect to it are added
-*before* they pass the squashing, whose leak (C1) is not linear. That holds under every memory policy.
+*before* they pass the squashing function, whose leak (C1) is not linear. That holds under every memory policy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,8 +51,8 @@ from param_decomp_jax.targets.points import RESID_PRE, Point
 class Stream:
     """One masked forward: the sites that are live in it (canonical numbers), their sources, their routes.
 
-    ``routes``: ``[…, live sites]``, or None (everywhere). ``points``: where it is compared with the clean pass, besides
-    at its output (R6).
+    ``routes``: ``[…, live sites]``, or None (everywhere). ``points``: where the stream is compared with the clean pass
+    besides its output (R6).
     """
 
     live: tuple[int, ...]
@@ -62,7 +62,7 @@ class Stream:
 
 
 class LiveSite(NamedTuple):
-    """The arrays of a site that is live in some streams: of one layer, or stacked over layers.
+    """The arrays of a site that is live in some streams, in one layer or stacked over layers.
 
     ``column``: global numbers of its components. ``ci`` is a slice of the pass's `ImportanceReader`. ``sources`` and
     ``routes`` are by stream: slices of the streams' own.
@@ -77,9 +77,9 @@ class LiveSite(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """A live site and its inputs at some of the positions. ``xs``: by stream, ``[B, …, d_in]``. ``at``: the positions'
-    global numbers. ``features``: of the `ImportanceReader` at the layer. ``chosen``: of experts' sites, the positions'
-    experts."""
+    """A live site and its inputs at some of the positions. ``xs``: ``[B, …, d_in]`` for each stream. ``at``: global
+    numbers of the positions. ``features``: those of the `ImportanceReader` in this layer. ``chosen``: the positions'
+    experts, for experts' sites."""
 
     site: LiveSite
     xs: list[Any]
@@ -89,7 +89,7 @@ class Positions(NamedTuple):
 
 
 def side_by_side(streams: Sequence[Shaped[Array, "B *n"]]) -> Shaped[Array, "rows *n"]:
-    """Row b of stream i at ``b · streams + i``: rows stay on the device that has the batch row."""
+    """Puts row b of stream i at ``b · streams + i``, so that rows stay on the device that has the batch row."""
     if len(streams) == 1:
         return streams[0]
     stacked = jnp.stack(streams, axis=1)
@@ -97,7 +97,7 @@ def side_by_side(streams: Sequence[Shaped[Array, "B *n"]]) -> Shaped[Array, "row
 
 
 def split_rows(rows: Shaped[Array, "rows ..."], n_streams: int) -> list[Shaped[Array, "B ..."]]:
-    """The inverse of `side_by_side`."""
+    """Inverts `side_by_side`."""
     if n_streams == 1:
         return [rows]
     stacked = rows.reshape(-1, n_streams, *rows.shape[1:])
@@ -106,7 +106,7 @@ def split_rows(rows: Shaped[Array, "rows ..."], n_streams: int) -> list[Shaped[A
 
 @dataclass
 class MaskedLayer:
-    """One layer of all streams that have started: live kinds get the masked product, the others ``xW`` (F3)."""
+    """One layer of all streams that have started. Live kinds get the masked product, the others ``xW`` (F3)."""
 
     live: dict[str, LiveSite]
     forward: "MaskedLinears"
@@ -114,15 +114,15 @@ class MaskedLayer:
     n_streams: int
     records_outputs: frozenset[str]
     chosen: Int[Array, "B *n k"] | None = None
-    """Experts that the clean pass has chosen, in a layer with sites among its experts."""
+    """The experts that the clean pass has chosen, in a layer with sites among its experts."""
     shares_rows: bool = False
-    """What the streams read has one row for all of them, up to the first masked matrix."""
+    """Whether one row is read by all streams, up to the first masked matrix."""
     features: dict[str, Array] = field(default_factory=dict)
-    """Features of the layer, where not all sites read the same (`ImportanceReader.layer_features`)."""
+    """Features of the layer, if sites differ in what they read (`ImportanceReader.layer_features`)."""
     clean_points: dict[str, Float[Array, "B *n d"]] = field(default_factory=dict)
-    """The clean activations at the hooks where streams are compared with them."""
+    """The clean activations at the hooks where streams are compared with the clean pass."""
     compared: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The numbers of these streams, by hook."""
+    """The numbers of the streams that are compared, by hook."""
     records: dict[str, Array] = field(default_factory=dict)
 
     @property
@@ -133,10 +133,10 @@ class MaskedLayer:
         self.hook(RESID_PRE, x)
 
     def hook(self, name: str, x: Shaped[Array, "rows *n"]) -> Shaped[Array, "rows *n"]:
-        """Records the squares of what streams differ by from the clean pass, ``[streams, B, …]``."""
+        """Records the squared difference of each stream from the clean pass, ``[streams, B, …]``."""
         if name in self.compared:
             clean = self.clean_points[name]
-            # Rows that all streams share are those of the clean pass.
+            # Rows that all streams share equal those of the clean pass.
             xs = [x] * self.n_streams if x.shape[0] == clean.shape[0] else split_rows(x, self.n_streams)
             found = jnp.stack([_squared_difference(xs[i], clean) for i in self.compared[name]])
             self.records[name] = constrain(found, None, "batch")
@@ -158,7 +158,7 @@ class MaskedLayer:
         return self._apply(kind, self._apply(kind + PRE_IDENTITY, x, None), W)
 
     def alike(self, *arrays: Float[Array, "..."]) -> tuple[Float[Array, "rows ..."], ...]:
-        """Rows that all streams share are repeated for each, where one of the arrays has the streams' own."""
+        """Repeats rows that all streams share, once per stream, if another of the arrays has the streams' own rows."""
         most = max(x.shape[0] for x in arrays)
 
         def as_many(x: Array) -> Array:
@@ -167,7 +167,7 @@ class MaskedLayer:
         return tuple(map(as_many, arrays))
 
     def choose(self, logits: Float[Array, "rows *n experts"], k: int) -> Int[Array, "rows *n k"]:
-        """X3: the clean pass's, where experts are sites."""
+        """Chooses experts: those of the clean pass, if experts are sites (X3)."""
         return top_experts(logits, k) if self.chosen is None else side_by_side([self.chosen] * self.n_streams)
 
     def grouped(
@@ -180,7 +180,7 @@ class MaskedLayer:
         return y
 
     def _apply(self, kind: str, x: Float[Array, "given *n d_in"], W: Array | None) -> Float[Array, "rows *n d_out"]:
-        """The product of one matrix; W None is the identity."""
+        """Returns the product with one matrix; W None stands for the identity."""
         W = None if W is None else gather(W, self.frozen, x.dtype)
         y = constrain(self._masked(kind, x, W) if kind in self.live else _product(x, W), "batch")
         if kind in self.records_outputs:
@@ -188,7 +188,7 @@ class MaskedLayer:
         return y
 
     def _masked(self, kind: str, rows: Shaped[Array, "given *n"], W: Array | None) -> Float[Array, "rows *slots d_out"]:
-        """A site that is live in some streams, block by block of the positions if the policy says so."""
+        """Computes a site that is live in some streams, in blocks of positions if the policy says so."""
         forward, site, stack = self.forward, self.live[kind], self.stacks[kind]
         axes = forward.site_axes(stack, tuple(site.sources))
         n_blocks = forward.token_blocks
@@ -212,9 +212,9 @@ class MaskedLayer:
     def _at_positions(
         self, stack: Stack, here: "Positions", axes: LiveSite, W: Array | None, shared: bool
     ) -> tuple[Any, list[Array]]:
-        """F2 with the mask of M1, block by block of the site's components: the product is a sum over them.
+        """Computes F2 with the mask of M1, in blocks of the site's components, over which the product is a sum.
 
-        ``shared``: all streams read the same. Returns the summary of the site's logits (None without
+        ``shared``: whether all streams read the same rows. Returns the summary of the site's logits (None without
         `MaskedLinears.summarise`) and every stream's output.
         """
         forward, site, streams = self.forward, here.site, self.forward.streams
@@ -224,7 +224,7 @@ class MaskedLayer:
         deltas = {i: streams[i].sources.delta(source, here.at, groups) for i, source in site.sources.items()}
         routes = {i: _at_slots(route, groups) for i, route in site.routes.items()}
         n_blocks = component_blocks(forward.memory, stack.C)
-        # Wide where blocks add up their gradients.
+        # Wide if blocks add up their gradients.
         inputs = {i: wide(here.xs[i]) if n_blocks > 1 and not stack.lookup else here.xs[i] for i in site.sources}
 
         def apply_components(block: LiveSite) -> tuple[dict[int, Float[Array, "B *n d_out"]], Any]:
@@ -244,8 +244,8 @@ class MaskedLayer:
 
             over = OverPositions(groups, stack.experts or 0)
             summary = None if forward.summarise is None else forward.summarise(logits, over)
-            # One product for all streams: so V and U are read once, and their gradients are summed over devices once.
-            # Rows of experts are in an order of their stream's own.
+            # One product for all streams, so that V and U are read once and their gradients are summed over devices
+            # once. Rows of experts are in their stream's own order.
             together = [tuple(part.sources)] if groups is None else [(i,) for i in part.sources]
             return {i: y for of in together for i, y in zip(of, outputs(of), strict=True)}, summary
 
@@ -266,13 +266,13 @@ class MaskedLayer:
 
 @jax.checkpoint
 def _squared_difference(x: Float[Array, "*n d"], clean: Float[Array, "*n d"]) -> Float[Array, "*n"]:
-    """``‖x − clean‖²`` of every position, in fp32. Nothing is kept for the backward pass but the two."""
+    """Returns ``‖x − clean‖²`` at every position, in fp32. Only the two arguments are kept for the backward pass."""
     return jnp.sum((wide(x) - wide(clean)) ** 2, axis=-1)
 
 
 def may_share_rows(dtype: Any) -> bool:
-    """Whether products of fewer rows may take the place of others. In float32 they may not: the last bits of a row can
-    depend on how many there are, and those of a run are to stay as they are."""
+    """Returns whether products of fewer rows may replace others. In float32 they may not: the last bits of a row can
+    depend on the number of rows, and a run must keep its bits."""
     return dtype == jnp.bfloat16
 
 
@@ -283,7 +283,7 @@ def _product(x: Array, W: Array | None, groups: ExpertGroups | None = None) -> F
 
 
 def summary_record(kind: str) -> str:
-    """Record name of the summary of a site's logits."""
+    """Returns the name of the record of a summary of a site's logits."""
     return f"{kind}.summary"
 
 
@@ -291,11 +291,11 @@ def summary_record(kind: str) -> str:
 class MaskedLinears:
     """A pass of ``streams``, sorted by their first live layer: each starts there, from the clean pass (F6).
 
-    ``at``: global numbers of the positions. ``clean_records``: of the clean pass. ``residuals``: of each stream, the
-    clean residual at its first live layer (tokens, where that is the embedding). ``summarise``: its results are
-    recorded; where logits are computed block by block, they are computed once for the masks and for this.
+    ``at``: global numbers of the positions. ``clean_records``: the records of the clean pass. ``residuals``: the clean
+    residual at each stream's first live layer (tokens, if that is the embedding). ``summarise``: a function of the
+    logits whose results are recorded; logits that are computed in blocks are computed once for the masks and for this.
     ``output_name``: the memory policy's name for the outputs of live sites. ``joins_rows``: as in `Target`.
-    ``at_hook``: the clean activations at a hook in some layers, where streams have points.
+    ``at_hook``: the clean activations at a hook in some layers, if streams have points.
     """
 
     sites: Sites
@@ -314,23 +314,23 @@ class MaskedLinears:
 
     @cached_property
     def frozen(self) -> Axes:
-        """Logical axes of one layer's frozen matrix."""
+        """The logical axes of one layer's frozen matrix."""
         return frozen_axes(self.memory)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """First live layer of each stream."""
+        """The first live layer of each stream."""
         return tuple(self.sites.all[stream.live[0]].layer for stream in self.streams)
 
     def start(self) -> tuple[int, Array]:
-        """Layer and rows that the pass begins with."""
+        """The layer and the rows that the pass starts with."""
         first = min(self.starts)
         starting = self._starting(first)
         return first, side_by_side(starting[:1] if self._shares_rows(first) else starting)
 
     def _shares_rows(self, layer: int) -> bool:
-        """Whether the streams have one row in common in this layer, which all of them that have begun read: the first
-        one, unless it is in a scan, whose rows do not change in number."""
+        """Returns whether the streams share their rows in this layer, one for each row of the batch. They can only in
+        the first live layer, and not in a scan, where the number of rows cannot change."""
         shares = self.joins_rows and may_share_rows(self.residuals[0].dtype)
         if not shares or self.record_outputs or layer != min(self.starts):
             return False
@@ -339,7 +339,7 @@ class MaskedLinears:
         return written_out and not any(stack.lookup or stack.experts is not None for stack in own)
 
     def join(self, layer: int, x: Shaped[Array, "rows *n"]) -> Shaped[Array, "more *n"]:
-        """``x`` with the rows of the streams that start at this layer."""
+        """Returns ``x`` with the rows of the streams that start at this layer."""
         starting, running = self._starting(layer), self.n_running(layer - 1)
         if not starting or running == 0:
             return x
@@ -349,12 +349,12 @@ class MaskedLinears:
         return [x for x, start in zip(self.residuals, self.starts, strict=True) if start == layer]
 
     def n_running(self, layer: int) -> int:
-        """Number of streams that run through this layer."""
+        """Returns the number of streams that run through this layer."""
         return sum(start <= layer for start in self.starts)
 
     def _live(self, layer: int) -> dict[Stack, tuple[int, ...]]:
-        """The streams, by number, in which each stack of this layer is live; stacks that are live in none are left
-        out."""
+        """Returns the numbers of the streams in which each stack of this layer is live, without the stacks that are
+        live in none."""
         found = {}
         for stack in self.sites.stacks:
             if layer in stack.layers:
@@ -365,7 +365,7 @@ class MaskedLinears:
         return found
 
     def compared(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """The numbers of the streams that are compared at each hook in this layer."""
+        """Returns the numbers of the streams that are compared at each hook in this layer."""
         found: dict[str, tuple[int, ...]] = {}
         for i, (stream, start) in enumerate(zip(self.streams, self.starts, strict=True)):
             for point in stream.points if start <= layer else ():
@@ -374,8 +374,8 @@ class MaskedLinears:
         return found
 
     def scan_boundaries(self) -> frozenset[int]:
-        """Layers at which a stream starts, other sites are live, or streams are compared at other points; edges of
-        segments too where outputs are recorded."""
+        """The layers at which a stream starts, other sites are live, or streams are compared at other points. If
+        outputs are recorded, the boundaries of segments are included."""
         edges = {segment.first for segment in self.sites.segments} | {s.stop for s in self.sites.segments}
         points = {point.layer for stream in self.streams for point in stream.points}
         layers = range(min(edges | points), max(edges | {layer + 1 for layer in points}) + 1)
@@ -400,31 +400,31 @@ class MaskedLinears:
                 routes={i: self._routes(self.streams[i], stack, range(first, stop)) for i in streams},
             )
             axes = jax.tree.map(Axes.under, self.site_axes(stack, streams), is_leaf=is_axes)
-            # Wide where blocks of tokens add up its gradients.
+            # Wide if blocks of tokens add up its gradients.
             return found if self.token_blocks > 1 else cast_tree(found, axes, self.reader.compute_dtype)
 
         of_experts = any(stack.experts is not None and first in stack.layers for stack in self.sites.stacks)
         chosen = self.chosen_experts(first, stop) if of_experts else None
         found = self._live(first)
         live = {stack.kind: stack_slice(stack, streams) for stack, streams in found.items()}
-        # Of what is held each layer takes its row.
+        # Each layer takes its row of the held copies.
         any_held = self.memory.held_by("components") or self.memory.held_by("heads")
         layers = jnp.arange(first, stop) if any_held else None
         points = {hook: self.clean_point(hook, first, stop) for hook in self.compared(first)}
         return live, chosen, self.reader.layer_features(found, first, stop), layers, points
 
     def clean_point(self, hook: str, first: int, stop: int) -> Float[Array, "layers B *n d"]:
-        """The clean pass's activations at a hook in some layers."""
+        """Returns the clean pass's activations at a hook in some layers."""
         assert self.at_hook is not None
         return self.at_hook(hook, range(first, stop))
 
     def chosen_experts(self, first: int, stop: int) -> Int[Array, "layers B *n k"]:
-        """The experts that the clean pass's positions take in some layers (X3)."""
+        """Returns the experts that the positions of the clean pass take in some layers (X3)."""
         start = max(layer for layer in self.clean_records if layer <= first)
         return self.clean_records[start][CHOSEN][first - start : stop - start]
 
     def site_axes(self, stack: Stack, streams: Sequence[int]) -> LiveSite:
-        """Logical axes of one layer's `LiveSite`."""
+        """Returns the logical axes of one layer's `LiveSite`."""
         V, U = site_axes(stack)
         return LiveSite(
             V=V,
@@ -436,7 +436,7 @@ class MaskedLinears:
         )
 
     def positions_axes(self, positions: Positions, site: LiveSite) -> Positions:
-        """Logical axes of ``positions``; ``site``: those of its site."""
+        """Returns the logical axes of ``positions``. ``site``: the axes of its site."""
         chosen = None if positions.chosen is None else self._rows
         features = jax.tree.map(lambda _: self._rows, positions.features)
         return Positions(site, [self._rows] * len(positions.xs), self._rows, features, chosen)
@@ -446,11 +446,13 @@ class MaskedLinears:
 
     @staticmethod
     def _is_routed(stream: Stream, stack: Stack) -> bool:
-        """Whether the sites of a stack need routes: experts that are not live beside others that are get r = 0 (F3)."""
+        """Returns whether the sites of a stack need routes: experts that are not live, next to live ones, get r = 0
+        (F3)."""
         return stream.routes is not None or (stack.experts is not None and not set(stack.sites) <= set(stream.live))
 
     def _routes(self, stream: Stream, stack: Stack, layers: Sequence[int]) -> Float[Array, "..."] | None:
-        """``[layers, *n]`` of a stack's sites in some layers; of experts ``[layers, experts, *n]``."""
+        """Returns the routes of a stack's sites in some layers: ``[layers, *n]``, or ``[layers, experts, *n]`` for
+        experts."""
         if not self._is_routed(stream, stack):
             return None
         place = {site: n for n, site in enumerate(stream.live)}
@@ -471,7 +473,7 @@ class MaskedLinears:
 
     @property
     def token_blocks(self) -> int:
-        """Number of blocks of positions in which a site is computed."""
+        """Returns the number of blocks of positions in which a site is computed."""
         return token_blocks(self.at.shape, self.memory.token_block)
 
     def layer(self, first: int, stop: int, slice_: Any) -> MaskedLayer:

@@ -1,4 +1,4 @@
-"""Masks (section 4): what a source is, where it comes from, and the mask built from it and λ."""
+"""Masks (section 4): what sources are, where they come from, and the masks built from them and λ."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,23 +17,24 @@ from param_decomp_jax.sharding.mesh import Axes, at_rest, replace_fields
 
 @dataclass(frozen=True)
 class Stochastic:
-    """M3: fresh every draw, U[0, 1) or Bernoulli(½) for the components, U[0, 1) for the delta."""
+    """Stochastic sources (M3), drawn anew for every forward: U[0, 1) or Bernoulli(½) for the components, U[0, 1) for
+    the delta."""
 
     sampling: Literal["continuous", "binomial"] = "continuous"
 
 
 @dataclass(frozen=True)
 class Constant:
-    """M3: every source is ``value`` and the delta is off; 0 gives m = λ, 1 gives m = 1."""
+    """Constant sources (M3): every source is ``value`` and the delta is off. 0 gives m = λ, 1 gives m = 1."""
 
     value: float
 
 
 class Sources(eqx.Module):
-    """Sources of one stack. ``lead``: axes that broadcast against, or tile over, the leading axes of an activation; of
-    experts' matrices, ``layers`` is two axes (X6).
+    """The sources of one stack. ``lead``: axes that broadcast against, or tile over, the leading axes of an activation.
+    For experts' matrices, ``layers`` is two axes (X6).
 
-    The delta channel is an array of its own: C + 1 does not shard (M5). None: no delta path.
+    The delta has an array of its own, because C + 1 does not shard (M5). None means no delta path.
     """
 
     components: Float[Array, "*layers_lead C"]
@@ -41,45 +42,47 @@ class Sources(eqx.Module):
 
 
 Bundle = dict[str, Sources]
-"""One source for every live site, by stack; feeds exactly one loss term (A6)."""
+"""One source for every live site, by stack. A bundle feeds exactly one loss term (A6)."""
 
 
 def interpolate(importance: Float[Array, "*n C"], source: Float[Array, "*#n #C"]) -> Float[Array, "*n C"]:
-    """M1: ``m = λ + (1 − λ) · source``, so λ = 1 pins a component on."""
+    """Returns the mask of M1, ``m = λ + (1 − λ) · source``. So λ = 1 keeps a component fully on."""
     return importance + (1 - importance) * source
 
 
 @runtime_checkable
 class SourceKind(Protocol):
-    """Where one forward's sources come from, layer by layer and component block by component block."""
+    """Where one forward's sources come from, by layer and by block of components."""
 
     def slices(self, stack: Stack, first: int, stop: int) -> Any:
-        """The part for the layers ``first .. stop - 1``, with a leading layer axis."""
+        """Returns the part for the layers ``first .. stop - 1``, with a leading layer axis."""
         ...
 
     def axes(self, stack: Stack) -> Any:
-        """The logical axes of one layer's slice, in its structure."""
+        """Returns the logical axes of one layer's slice, in its structure."""
         ...
 
     def components(
         self, slice_: Any, at: UInt32[Array, "*n"], columns: UInt32[Array, " C"], groups: ExpertGroups | None = None
     ) -> Float[Array, "*#n_slots #C"]:
-        """Component sources of one layer's site at these positions, for the components of these global numbers.
+        """Returns component sources of one layer's site at these positions, for the components with these global
+        numbers.
 
-        ``groups``: of experts; then of every slot, those of its expert at its position (X6).
+        ``groups``: the slots of experts, if the site is one of experts; every slot then gets the sources of its expert
+        at its position (X6).
         """
         ...
 
     def delta(
         self, slice_: Any, at: UInt32[Array, "*n"], groups: ExpertGroups | None = None
     ) -> Float[Array, "*#n_slots"] | None:
-        """The raw delta source (M2); None where there is no delta path."""
+        """Returns the raw delta source (M2); None without a delta path."""
         ...
 
 
 @dataclass(frozen=True)
 class StochasticSources:
-    """Drawn where they are used, from the forward's key and the site's canonical number (M4)."""
+    """Sources that are drawn where they are used, from the forward's key and the site's canonical number (M4)."""
 
     kind: Stochastic
     key: PRNGKeyArray
@@ -100,7 +103,8 @@ class StochasticSources:
         return self._draw(1, slice_, at, jnp.zeros(1, jnp.uint32), groups)[..., 0] if self.use_delta else None
 
     def _draw(self, which: int, sites: Array, at: Array, columns: Array, groups: ExpertGroups | None) -> Array:
-        """``which``: 0 for components, 1 for deltas. ``sites``: the site's canonical number, or every expert's."""
+        """Draws sources. ``which``: 0 for components, 1 for deltas. ``sites``: the site's canonical number, or every
+        expert's."""
         if groups is None:
             return uniform(self._keys(sites)[which], at, columns)
         keys = jax.random.key_data(jax.vmap(lambda site: self._keys(site)[which])(sites))
@@ -114,7 +118,7 @@ class StochasticSources:
 
 @dataclass(frozen=True)
 class ConstantSources:
-    """The same number everywhere, no delta path."""
+    """Sources with the same number everywhere, and no delta path."""
 
     kind: Constant
 
@@ -133,10 +137,10 @@ class ConstantSources:
 
 @dataclass(frozen=True)
 class GivenSources:
-    """Sources given as arrays: an adversary's, or a caller's. ``batch``: rows of the global batch.
+    """Sources given as arrays, by an adversary or a caller. ``batch``: the number of rows of the global batch.
 
-    A slice has the delta that all rows share once for each of them: so its gradient is summed over the batch when all
-    layers are done, and not in every layer.
+    In a slice, a delta that all rows share is repeated for each row. Its gradient is then summed over the batch once,
+    after all layers, and not in every layer.
     """
 
     bundle: Bundle
@@ -172,9 +176,9 @@ class GivenSources:
 
 @dataclass(frozen=True)
 class MergedSources:
-    """A8: an adversary's sources in the adversarial rows of the batch, stochastic ones in the others.
+    """The sources of A8: an adversary's in the adversarial rows of the batch, stochastic ones in the others.
 
-    ``adversarial``: by row of the global batch. ``row_size``: positions of a row.
+    ``adversarial``: one value for each row of the global batch. ``row_size``: the number of positions of a row.
     """
 
     attack: GivenSources
@@ -208,7 +212,7 @@ class MergedSources:
 
 
 def given_parts(sources: SourceKind) -> tuple[GivenSources, ...]:
-    """The sources among these that are given as arrays."""
+    """Returns the parts of ``sources`` that are given as arrays."""
     match sources:
         case GivenSources():
             return (sources,)
@@ -219,7 +223,7 @@ def given_parts(sources: SourceKind) -> tuple[GivenSources, ...]:
 
 
 def with_given_parts(sources: SourceKind, parts: Sequence[GivenSources]) -> SourceKind:
-    """``sources`` with others in place of its `given_parts`."""
+    """Returns ``sources`` with ``parts`` in place of its `given_parts`."""
     match sources:
         case GivenSources():
             (own,) = parts
@@ -234,14 +238,15 @@ def with_given_parts(sources: SourceKind, parts: Sequence[GivenSources]) -> Sour
 
 
 def _row_axis(stack: Stack) -> int:
-    """The axis of a stack's sources that broadcasts against the batch, or tiles it."""
+    """Returns the axis of a stack's sources that broadcasts against the batch, or tiles it."""
     return 1 if stack.experts is None else 2
 
 
 def source_axes(sources: Sources, batch: int, experts: bool = False, pool: bool = False) -> Any:
-    """Logical axes of a stack's sources: split with the batch where each of its rows has its own, else by component.
+    """Returns the logical axes of a stack's sources: split with the batch if each of its rows has its own, else by
+    component.
 
-    ``experts``: they are of experts' matrices. ``pool``: each row has several (A9).
+    ``experts``: whether they belong to experts' matrices. ``pool``: whether each row has several (A9).
     """
     sources, n = at_rest(sources), (2 if experts else 1) + pool
     shape = sources.components.shape
@@ -256,7 +261,8 @@ def source_axes(sources: Sources, batch: int, experts: bool = False, pool: bool 
 
 
 def tile(source: Float[Array, "rows *lead"], batch: int) -> Float[Array, "tiled *lead"]:
-    """A2: source i serves the batch rows i, i + n, …; a single row, or as many as the batch has, stays as it is."""
+    """Tiles sources over the batch (A2): source i serves the batch rows i, i + n, …. A single row, or as many rows as
+    the batch has, stays as it is."""
     n = source.shape[0]
     if n in (1, batch):
         return source

@@ -1,4 +1,4 @@
-"""Micro-batches: the parts of a batch one after the other, each with its rows of the clean pass, λ and streams."""
+"""Micro-batches: parts of a batch that run in sequence, each with its rows of the clean pass, λ and streams."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from param_decomp_jax.sharding.mesh import constrain, split_blocks
 
 
 class BatchArrays(NamedTuple):
-    """The arrays that have the batch as their first axis. ``routes``: by stream."""
+    """The arrays whose first axis is the batch. ``routes``: by stream."""
 
     inputs: Any
     output: Any
@@ -28,8 +28,8 @@ class BatchArrays(NamedTuple):
 
 
 class LayeredRows(NamedTuple):
-    """The arrays that have the batch as their second axis, behind the layers. ``features``: `StackFeatures`, None for
-    others. ``bundles``: by stream, those of its sources that are given."""
+    """The arrays whose second axis is the batch, after the layers. ``features``: `StackFeatures`, None for others.
+    ``bundles``: the given sources of each stream."""
 
     records: Any
     points: Any
@@ -40,7 +40,7 @@ class LayeredRows(NamedTuple):
 
 
 BatchRows = tuple[BatchArrays, LayeredRows]
-"""All arrays of a batch that have a batch axis; what is None has no rows of its own."""
+"""All arrays of a batch that have a batch axis; None for what has no rows of its own."""
 
 
 def sum_over_parts(
@@ -50,9 +50,10 @@ def sum_over_parts(
     streams: Sequence[Stream],
     n: int,
 ) -> Any:
-    """The sum of ``function`` over ``n`` equal parts of the batch; only one part's intermediates exist at a time.
+    """Returns the sum of ``function`` over ``n`` equal parts of the batch. Only one part's intermediates exist at a
+    time.
 
-    A part has the rows of every device's own share, so nothing moves. Gradients of what the parts share add up.
+    A part takes some rows of every device's own share, so no data moves. Gradients of what the parts share add up.
     """
     rows, layered = _batch_rows(clean_pass, reader, streams)
     parts = (
@@ -99,8 +100,8 @@ def _batch_rows(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequen
 
 
 def _bundle_by_row(sources: GivenSources, reader: ImportanceReader) -> Bundle | None:
-    """Given sources with a row for every batch row; None where all rows share one. The rows are the second axis of
-    experts' sources, too: that of experts comes behind it."""
+    """Returns given sources with a row for every batch row; None if all rows share one. The rows are the second axis of
+    experts' sources, too, followed by that of experts."""
     bundle = _experts_behind_rows(sources.bundle, reader, 1, 2)
     if all(x.shape[1] == 1 for x in jax.tree.leaves(bundle)):
         return None
@@ -117,8 +118,8 @@ def _experts_behind_rows(bundle: Bundle, reader: ImportanceReader, source: int, 
 def _with_rows(
     clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream], part: BatchRows
 ) -> tuple[CleanPass, ImportanceReader, Sequence[Stream]]:
-    """Clean pass, reader and streams with the rows of a part in place of the whole batch's; the clean pass without the
-    inputs of sites, since the CI function has run."""
+    """Returns clean pass, reader and streams with the rows of a part in place of the whole batch's. The clean pass then
+    lacks the inputs of sites, because the CI function has already run."""
     rows, layered = part
     batch = rows.at.shape[0]
     forward = clean_pass.forward._replace(output=rows.output, records=layered.records)

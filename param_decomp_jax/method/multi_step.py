@@ -1,4 +1,4 @@
-"""Several training steps in one program, so that a small model's speed is not bound by dispatching its steps."""
+"""Several training steps in one program, so that dispatching steps does not limit the speed of a small model."""
 
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -16,15 +16,17 @@ from param_decomp_jax.targets.base import Weights
 
 @runtime_checkable
 class BatchFunction(Protocol):
-    """Gives the batch of a training step inside the program: a part of the dispatch's inputs, or drawn there."""
+    """Returns the batch of a training step inside the program: a part of the dispatch's inputs, or drawn in the
+    program."""
 
     def __call__(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
-        """``inputs``: those of the whole dispatch. ``row``: number of the step within the dispatch."""
+        """Returns the batch. ``inputs``: the inputs of the whole dispatch. ``row``: the number of the step within the
+        dispatch."""
         ...
 
 
 class MetricRows(eqx.Module):
-    """Metrics of several steps: a row for each, a column for each name."""
+    """The metrics of several steps: one row per step, one column per name."""
 
     names: tuple[str, ...] = eqx.field(static=True)
     values: Float[Array, "*rows metrics"]
@@ -39,22 +41,22 @@ def training_steps(
     inputs: Any,
     n: Int[Array, ""],
 ) -> tuple[State, MetricRows]:
-    """``n`` ≤ ``size`` training steps, and their metrics in the first ``n`` of ``size`` rows.
+    """Takes ``n`` ≤ ``size`` training steps, and returns their metrics in the first ``n`` of ``size`` rows.
 
-    The count is dynamic: one program serves all of them, and results do not depend on how steps were grouped. A
-    program for one step has no loop, in which a GPU's host waits in every round.
+    ``n`` is dynamic: one program serves every count, and results do not depend on how steps are grouped. A program for
+    one step has no loop, because in a loop a GPU's host waits in every iteration.
     """
 
-    # Compiled into the loop's body as if written there, but traced once for its shapes and for the body together.
+    # Inlined into the loop's body, but traced only once for both its shapes and the body.
     @partial(jax.jit, inline=True)
     def one_step(state: State, weights: Weights, inputs: Any, row: Int[Array, ""]) -> tuple[State, MetricRows]:
         state, metrics = training_step(problem, state, weights, make_batch(inputs, row, state.step))
-        # Keeps the rows' number out of the step's compilation: it must not change a result in the last bit.
+        # Keeps the number of rows out of the step's compilation, because it must not change a result in the last bit.
         state, metrics = lax.optimization_barrier((state, metrics))
         names = tuple(sorted(metrics))
         return state, MetricRows(names, jnp.stack([metrics[name] for name in names]))
 
-    # Bounds of one dtype whatever x64 says.
+    # Both bounds have one dtype, with x64 or without.
     zero = jnp.zeros((), n.dtype)
     if size == 1:
         state, row = one_step(state, weights, inputs, zero)

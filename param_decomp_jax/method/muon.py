@@ -1,4 +1,4 @@
-"""Muon (T7): the momentum of a matrix, with all its singular values brought near 1."""
+"""Muon (T7): the update is the momentum of a matrix with all its singular values moved close to 1."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,16 +15,18 @@ from param_decomp_jax.nn.numerics import wide
 from param_decomp_jax.sharding.mesh import RULES, Axes, constrain, is_axes, n_devices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Newton-Schulz's, chosen for a steep start (Jordan et al. 2024): singular values end between 0.7 and 1.2."""
+"""The coefficients of Newton-Schulz, chosen for a steep start (Jordan et al. 2024): singular values end between 0.7 and
+1.2."""
 EPS = 1e-8
 LARGE = 1 << 22
-"""Entries of a matrix that fills a device by itself. Smaller ones of a shape are computed as one batch."""
+"""The number of entries above which a matrix fills a device by itself. Smaller matrices of one shape are computed as a
+batch."""
 
 
 @dataclass(frozen=True)
 class Muon:
-    """T7. ``consistent_rms``: root mean square of an update before the learning rate; None scales by
-    √max(1, columns / rows) instead. ``n_iterations``, ``dtype``: of Newton-Schulz (N5)."""
+    """The settings of T7. ``consistent_rms``: the root mean square of an update before the learning rate; None scales
+    by √max(1, columns / rows) instead. ``n_iterations``, ``dtype``: those of Newton-Schulz (N5)."""
 
     schedule: AnySchedule
     beta: float = 0.95
@@ -35,25 +37,27 @@ class Muon:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def scale(self, rows: int, columns: int) -> float:
-        """What an orthogonalised matrix of this shape is multiplied by."""
+        """Returns the factor for an orthogonalised matrix of this shape."""
         if self.consistent_rms is None:
             return max(1.0, columns / rows) ** 0.5
         return self.consistent_rms * max(rows, columns) ** 0.5
 
 
 class MuonState(NamedTuple):
-    """``momentum``: of the matrices, in the parameters' structure with None for what is not one. ``others``: Adam's
-    state of that, with None for the matrices; its count is the number of updates of both."""
+    """The state of Muon. ``momentum``: that of the matrices, in the parameters' structure, with None for other arrays.
+    ``others``: Adam's state for the other arrays, with None for the matrices. Its count is the number of updates of
+    both."""
 
     momentum: Any
     others: optax.ScaleByAdamState
 
 
 def muon(spec: Muon, rate: Callable[[Any], Any], axes: Any) -> optax.GradientTransformation:
-    """T7, without the clip.
+    """Returns the optax transformation of T7, without the clip.
 
-    ``rate``: the learning rate after so many updates. ``axes``: descriptions of the parameters, in their structure.
-    What enters products is a matrix in its last two axes, or an array of such matrices; the rest is Adam's.
+    ``rate``: the learning rate as a function of the number of updates. ``axes``: descriptions of the parameters, in
+    their structure. Parameters that enter products are matrices in their last two axes, or arrays of such matrices;
+    Adam updates the others.
     """
     adam = optax.scale_by_adam(0.9, 0.999, eps=EPS)
 
@@ -92,22 +96,23 @@ def muon(spec: Muon, rate: Callable[[Any], Any], axes: Any) -> optax.GradientTra
 
 
 def either(first: Any, second: Any) -> Any:
-    """Two trees of which one has None where the other has an array, as one."""
+    """Merges two trees, one of which has None where the other has an array."""
     return jax.tree.map(lambda x, y: y if x is None else x, first, second, is_leaf=lambda x: x is None)
 
 
 def orthogonalize(arrays: Sequence[Float[Array, "..."]], axes: Sequence[Axes], spec: Muon) -> list[Float[Array, "..."]]:
-    """`newton_schulz` of the matrices in the last two axes of each array (N5); the results have the arrays' dtypes.
+    """Applies `newton_schulz` to the matrices in the last two axes of each array (N5); the results have the arrays'
+    dtypes.
 
-    Matrices of one shape go together. On several devices each device has some of the matrices whole, and gives back the
-    parts: of matrices that are split, all devices would add up a Gram matrix in every iteration.
+    Matrices of one shape are computed together. On several devices, each device gets some of the matrices whole, and
+    the results are split again. With split matrices, all devices would have to add up a Gram matrix in every iteration.
     """
     narrow = (lambda x: x.astype(jnp.bfloat16)) if spec.dtype == "bfloat16" else wide
     found = list(arrays)
     together: dict[Any, list[int]] = {}
     for i, (x, a) in enumerate(zip(arrays, axes, strict=True)):
         lead, names = a.names[:-2], a.names[-2:]
-        if any(name in RULES for name in lead):  # each component's own matrices, whole where the component is
+        if any(name in RULES for name in lead):  # matrices of single components lie whole where the component is
             found[i] = newton_schulz(narrow(x), spec.n_iterations).astype(x.dtype)
             continue
         rows, columns = x.shape[-2:]
@@ -132,14 +137,16 @@ def _lying(x: Float[Array, "*lead rows columns"]) -> Float[Array, "*lead less mo
 def _by_device(
     stack: Float[Array, "n rows columns"], names: tuple[str | None, ...], n_iterations: int
 ) -> Float[Array, "n rows columns"]:
-    """`newton_schulz` of matrices that lie, at rest, as ``names`` say; every device computes as many of them."""
+    """Applies `newton_schulz` to matrices that are split at rest as ``names`` say. Every device computes the same
+    number of them."""
     n, rows, columns = stack.shape
     if n_devices() == 1:
         if n > 1 and rows * columns > LARGE:
             return jax.lax.map(lambda x: newton_schulz(x, n_iterations), stack)
         return newton_schulz(stack, n_iterations)
     x = jnp.pad(stack, ((0, -n % n_devices()), (0, 0), (0, 0)))
-    # From split matrices to whole ones and back, an axis of the mesh at a time: else XLA has every device collect all.
+    # Matrices are collected and split again one axis of the mesh at a time; otherwise XLA lets every device collect all
+    # of them.
     way = ((None, *names), ("matrix_of_replica",), ("matrix",))
     for place in way:
         x = constrain(x, *place)
@@ -150,7 +157,7 @@ def _by_device(
 
 
 def newton_schulz(x: Float[Array, "*lead rows columns"], n_iterations: int) -> Float[Array, "*lead rows columns"]:
-    """The matrices with the same singular vectors and singular values near 1 (T7); in the dtype of ``x``."""
+    """Returns matrices with the same singular vectors, and singular values near 1 (T7), in the dtype of ``x``."""
     if x.shape[-2] > x.shape[-1]:
         return newton_schulz(x.mT, n_iterations).mT
     dtype, (a, b, c) = x.dtype, COEFFICIENTS
@@ -158,11 +165,11 @@ def newton_schulz(x: Float[Array, "*lead rows columns"], n_iterations: int) -> F
     x = (wide(x) / (norm + EPS)).astype(dtype)
 
     def product(x: Array, y: Array) -> Array:
-        # For fp32, GPUs would take TF32 by themselves.
+        # For fp32, the default on GPUs is TF32.
         return wide(jnp.matmul(x.astype(dtype), y.astype(dtype), precision="highest"))
 
     for _ in range(n_iterations):
         gram = product(x, x.mT)
-        # Sums in fp32: in bfloat16 the coefficients would be rounded, too.
+        # Summed in fp32, because bfloat16 would also round the coefficients.
         x = (a * wide(x) + product(b * gram + c * product(gram, gram), x)).astype(dtype)
     return x

@@ -47,14 +47,15 @@ Metrics = dict[str, Float[Array, ""]]
 
 
 class ObjectiveResults(NamedTuple):
-    """What an objective finds besides its total. ``means``: by term, those of L6 after the step."""
+    """What an objective returns besides its total. ``means``: the means of L6 after the step, by term."""
 
     metrics: Metrics
     means: dict[str, Means]
 
 
 def term_keys(spec: Decomposition, key: PRNGKeyArray) -> Callable[[str], PRNGKeyArray]:
-    """The key of each term's draws, by name, from the key of a step (M4): it depends on the term's number."""
+    """Returns a function from a term's name to the key of its draws, given the key of a step (M4). It depends on the
+    term's number."""
     numbers = {term.name: number for number, term in enumerate(spec.terms)}
     return lambda name: jax.random.fold_in(key, numbers[name])
 
@@ -63,8 +64,8 @@ def term_keys(spec: Decomposition, key: PRNGKeyArray) -> Callable[[str], PRNGKey
 class Objective:
     """The terms of a decomposition at one training step.
 
-    ``draws``: from the name of a reconstruction term to its draws, or to their key (`term_keys`). ``means``: the
-    state's (L6); none, where terms that need them have the batch's own frequencies, as in an evaluation.
+    ``draws``: maps the name of a reconstruction term to its draws, or to their key (`term_keys`). ``means``: those of
+    the state (L6). Without them, as in an evaluation, terms use the batch's own frequencies.
     """
 
     spec: Decomposition
@@ -73,7 +74,8 @@ class Objective:
     means: dict[str, Means] = field(default_factory=dict)
 
     def total_loss(self, batch: DecomposedBatch, raw: dict[str, Bundle]) -> tuple[Float[Array, ""], ObjectiveResults]:
-        """``Σ coeff · term`` (point 4), every term by name without its coefficient, and the means after this step.
+        """Returns ``Σ coeff · term`` (point 4), every term by name without its coefficient, and the means after this
+        step.
 
         ``raw``: raw sources of the persistent terms, by name.
         """
@@ -90,7 +92,7 @@ class Objective:
         total, metrics, means = jnp.zeros(()), Metrics(), dict[str, Means]()
         whole = replace(batch, components=at_rest(batch.components))
         if reconstructions and spec.compute_dtype == "bfloat16":
-            # Else XLA splits V and U for faithfulness (N4) before the divergences, and keeps the parts meanwhile.
+            # Otherwise XLA splits V and U for faithfulness (N4) before the divergences, and keeps the parts meanwhile.
             done = jax.lax.stop_gradient(reconstructions)
             whole = replace(whole, components=jax.lax.optimization_barrier((whole.components, done))[0])
         for term in spec.terms:
@@ -122,10 +124,10 @@ class Objective:
         raw: dict[str, Bundle],
         summarise: Summarise | None = None,
     ) -> tuple[dict[str, Float[Array, ""]], dict[str, Array]]:
-        """Every reconstruction term by name, without coefficients, their forwards run together; 0 for one that is off.
-        With them the parts of R6, ``<term>/output`` and ``<term>/<point>``.
+        """Returns every reconstruction term by name, without coefficients; 0 for a term that is off. All forwards run
+        together. The parts of R6, ``<term>/output`` and ``<term>/<point>``, are included.
 
-        Also the summaries of all sites' logits, by stack ``[layers, C, …]``; empty without ``summarise``.
+        Also returns the summaries of all sites' logits, by stack ``[layers, C, …]``; empty without ``summarise``.
         """
         spec, target = self.spec, batch.target
         terms = [term for term in spec.terms if isinstance(term, Reconstruction)]
@@ -133,7 +135,7 @@ class Objective:
         first_steps = {term.name: attacks[term.name].first_step(spec.steps) for term in terms if term.name in attacks}
 
         def values(from_step: int) -> tuple[dict[str, Array], dict[str, Array]]:
-            """Values of the terms that are on from this step on; the others are 0."""
+            """Returns the values of the terms that are on from this step on; the others are 0."""
             on = [term for term in terms if first_steps.get(term.name, 0) <= from_step]
             found: list[list[Stream]] = []
             for term in on:
@@ -163,7 +165,8 @@ class Objective:
                 sums = per_component(batch.reader, batch.components, target.sites, target.memory, summarise)
             return means, sums
 
-        # A6: off means not computed. The set of terms that are on changes at few steps; each set has its own branch.
+        # Terms that are off are not computed (A6). The set of terms that are on changes at few steps, and each set has
+        # its own branch.
         stages = sorted({0, *first_steps.values()})
         if len(stages) == 1:
             return values(0)
@@ -173,8 +176,9 @@ class Objective:
         return found
 
     def output_gradients(self, batch: DecomposedBatch, raw: dict[str, Bundle]) -> dict[str, Bundle]:
-        """R6: of the terms whose sources ascend the output's error alone, that error's gradient, times the coefficient;
-        0 for one that is off. Components and λ of ``batch`` are constant. ``raw``: as in `total_loss`."""
+        """Returns, for terms whose sources ascend the output's error alone (R6), the gradient of that error times the
+        coefficient; 0 for a term that is off. Components and λ of ``batch`` are constant. ``raw``: as in
+        `total_loss`."""
         spec, found = self.spec, {}
         for name, (term, attack) in spec.persistent.items():
             if not ascends_output_alone(term):
@@ -199,14 +203,14 @@ class Objective:
 
 
 def _effective(term: Reconstruction, batch: DecomposedBatch, draws: TermDraws, raw: Bundle) -> Bundle:
-    """A5, A9: the sources in [0, 1] of a persistent term in a step, whose ``draws`` these are."""
+    """Returns the sources in [0, 1] of a persistent term in the step that has these ``draws`` (A5, A9)."""
     attack = attack_of(term)
     assert attack is not None
     return effective(attack, raw, draw_particle(term, draws, batch.clean_pass.leading))
 
 
 def _names(term: Reconstruction, target: Target) -> list[str]:
-    """What a term is logged as: its name, and of R6 its parts."""
+    """Returns the names under which a term is logged: its own, and those of its parts (R6)."""
     points = points_of(term, target)
     parts = ("output", *(point.name for point in points)) if points else ()
     return [term.name, *(f"{term.name}/{part}" for part in parts)]

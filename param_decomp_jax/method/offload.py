@@ -1,4 +1,4 @@
-"""The train state between updates, as a memory policy keeps it: in pinned host memory, or in fewer bits."""
+"""How a memory policy keeps the train state between updates: in pinned host memory, or in fewer bits."""
 
 from typing import Any
 
@@ -12,10 +12,11 @@ from param_decomp_jax.sharding.memory import MemoryPolicy, StatePart
 
 
 def fetch(memory: MemoryPolicy, part: StatePart, state: Any, gradients: Any = None) -> Any:
-    """A part of the train state as its update computes with it: on the device, in fp32 or wider.
+    """Returns a part of the train state as its update computes with it: on the device, in fp32 or wider.
 
-    ``gradients``: that the update waits for, if they come late in the step. What is on the host comes after them; left
-    to itself, XLA copies it at the beginning, and it takes as much of the device as if it had never left.
+    ``gradients``: those that the update waits for, if they come late in the step. Arrays on the host are fetched after
+    them. By default, XLA copies them at the beginning of the step, and they take as much of the device as if they had
+    never left.
     """
     if part in memory.offload_state and gradients is not None:
         state, _ = lax.optimization_barrier((state, gradients))
@@ -30,7 +31,7 @@ def fetch(memory: MemoryPolicy, part: StatePart, state: Any, gradients: Any = No
 
 
 def store(memory: MemoryPolicy, part: StatePart, state: Any) -> Any:
-    """A part of the train state as it is kept."""
+    """Returns a part of the train state as it is kept."""
     dtype = dict(memory.state_dtypes).get(part)
 
     def store_array(x: Array) -> Array:
@@ -43,5 +44,5 @@ def store(memory: MemoryPolicy, part: StatePart, state: Any) -> Any:
 
 
 def _is_moment(x: Array) -> bool:
-    """Whether the policy applies to an array: counts keep their dtype and place."""
+    """Returns whether the policy applies to an array: counts keep their dtype and place."""
     return x.ndim > 0 and bool(jnp.issubdtype(x.dtype, jnp.floating))

@@ -14,7 +14,8 @@ from param_decomp_jax.method.muon import Muon, muon
 
 @dataclass(frozen=True)
 class _Optimizer:
-    """``weight_decay``: decoupled (default 0, unlike optax). ``clip_norm``: bound on the gradient's global norm."""
+    """What all optimisers share. ``weight_decay``: decoupled (default 0, unlike optax). ``clip_norm``: a bound on the
+    gradient's global norm."""
 
     schedule: AnySchedule
     betas: tuple[float, float] = (0.9, 0.999)
@@ -27,16 +28,16 @@ class AdamW(_Optimizer):
 
 
 class Lion(_Optimizer):
-    """The sign of an average of gradients, one moment of every parameter (Chen et al. 2023).
+    """Lion: the sign of an average of gradients, with one moment of every parameter (Chen et al. 2023).
 
-    Every entry moves by the whole learning rate: a tenth of AdamW's is a usual one.
+    Every entry moves by the whole learning rate, which is usually a tenth of AdamW's.
     """
 
 
 class Adafactor(_Optimizer):
-    """Second moments by row and column alone, no first moments (Shazeer and Stern 2018).
+    """Adafactor: second moments by row and column alone, no first moments (Shazeer and Stern 2018).
 
-    Updates are of the size of AdamW's: not multiplied by the size of the parameter. ``betas`` have no part in it.
+    Updates have the size of AdamW's: they are not multiplied by the size of the parameter. ``betas`` are not used.
     """
 
 
@@ -45,9 +46,10 @@ Optimizer = AdamW | Muon | Lion | Adafactor
 
 
 def transformation(spec: Optimizer, total: int, axes: Any) -> optax.GradientTransformation:
-    """The optax transformation, without the clip.
+    """Returns the optax transformation, without the clip.
 
-    ``total``: steps of the whole training (T2). ``axes``: descriptions of the parameters, in their structure.
+    ``total``: the number of steps of the whole training (T2). ``axes``: descriptions of the parameters, in their
+    structure.
     """
 
     def rate(count: Any) -> Any:
@@ -61,7 +63,7 @@ def transformation(spec: Optimizer, total: int, axes: Any) -> optax.GradientTran
         case Lion(betas=(b1, b2), weight_decay=decay):
             return optax.lion(rate, b1, b2, weight_decay=decay)
         case Adafactor(weight_decay=decay):
-            # Not `optax.adafactor`, whose decay is not multiplied by the learning rate.
+            # `optax.adafactor` does not multiply its decay by the learning rate.
             return optax.chain(
                 optax.scale_by_factored_rms(),
                 optax.clip_by_block_rms(1.0),
@@ -71,9 +73,9 @@ def transformation(spec: Optimizer, total: int, axes: Any) -> optax.GradientTran
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
-    """√ of the sum of squares of all entries, in fp32.
+    """Returns the square root of the sum of squares of all entries, in fp32.
 
-    Not `optax.tree.norm`, which adds the square of an imaginary part to every entry (0.2.8): another program.
+    `optax.tree.norm` (0.2.8) adds the square of an imaginary part to every entry, which makes another program.
     """
     return jnp.sqrt(sum((jnp.sum(x**2) for x in jax.tree.leaves(tree)), start=jnp.zeros(())))
 

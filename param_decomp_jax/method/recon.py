@@ -47,7 +47,7 @@ class AllSites:
 
 @dataclass(frozen=True)
 class EachSite:
-    """One forward for every site, it alone live (the schema's Layerwise)."""
+    """One forward for every site, with only that site live (the schema's Layerwise)."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Merged:
-    """A8: in each row of the batch the sources of an attack, with probability ``adv_fraction``, or stochastic ones.
+    """A8: each row of the batch has the sources of an attack with probability ``adv_fraction``, else stochastic ones.
 
-    The term's routing is that of the stochastic rows.
+    The term's routing applies to the stochastic rows.
     """
 
     attack: PersistentAttack
@@ -78,10 +78,10 @@ ErrorKind = Literal["output", "hidden_acts"]
 
 @dataclass(frozen=True)
 class Beside:
-    """R6: activations that are compared beside the output, in the same forward.
+    """R6: activations that are compared in addition to the output, in the same forward.
 
-    ``points``: patterns on the names of the target's points. ``adversary_objective``: what persistent sources ascend,
-    the error of the output alone or the sum.
+    ``points``: patterns on the names of the target's points. ``adversary_objective``: what persistent sources ascend:
+    the error of the output alone, or the sum.
     """
 
     coeff: float | AnySchedule
@@ -91,8 +91,8 @@ class Beside:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """A term: coefficient x mean over its forwards of the error of each (R1, or R2's exception for ``hidden_acts``; R6
-    adds what is ``beside``)."""
+    """A term: coefficient x the mean error of its forwards (R1, or R2's exception for ``hidden_acts``; R6 adds what is
+    ``beside``)."""
 
     name: str
     coeff: float | AnySchedule
@@ -105,32 +105,35 @@ class Reconstruction:
 
 
 class AtStep(NamedTuple):
-    """Numbers of a term at one step. ``adv_fraction``: of a merged term (A8). ``beside``: the coefficient of R6."""
+    """The numbers of a term at one step. ``adv_fraction``: that of a merged term (A8). ``beside``: the coefficient of
+    R6."""
 
     adv_fraction: float | Float[Array, ""] | None = None
     beside: float | Float[Array, ""] | None = None
 
 
 def at_step(term: Reconstruction, step: Int[Array, ""], total: int) -> AtStep:
-    """A term's numbers at ``step`` of ``total``; after the last step, those of the last."""
+    """Returns a term's numbers at ``step`` of ``total``; after the last step, those of the last."""
     step = jnp.minimum(step, total - 1)
     fraction = value_at(term.sources.adv_fraction, step, total) if isinstance(term.sources, Merged) else None
     return AtStep(fraction, None if term.beside is None else value_at(term.beside.coeff, step, total))
 
 
 def points_of(term: Reconstruction, target: Target) -> tuple[Point, ...]:
-    """The points of the target at which a term compares, in order. UnfitPoints for patterns that do not fit."""
+    """Returns the points of the target at which a term compares, in order. Raises UnfitPoints for patterns that do not
+    fit."""
     return () if term.beside is None else match_points(target.architecture.points(), term.beside.points)
 
 
 def ascends_output_alone(term: Reconstruction) -> bool:
-    """R6: whether persistent sources ascend another error than parameters descend, which takes forwards of its own."""
+    """Returns whether persistent sources ascend another error than parameters descend (R6), which takes forwards of its
+    own."""
     beside = term.beside
     return beside is not None and beside.adversary_objective == "output" and attack_of(term) is not None
 
 
 def live_sets(live: LiveSets, n_sites: int) -> tuple[tuple[int, ...], ...]:
-    """Canonical numbers of the live sites of every forward (before samples)."""
+    """Returns the canonical numbers of the live sites of every forward (before samples)."""
     everything = tuple(range(n_sites))
     match live:
         case AllSites():
@@ -142,7 +145,7 @@ def live_sets(live: LiveSets, n_sites: int) -> tuple[tuple[int, ...], ...]:
 
 
 def attack_of(term: Reconstruction) -> PersistentAttack | None:
-    """The attack of a term whose sources persist."""
+    """Returns the attack of a term whose sources persist; None for other terms."""
     match term.sources:
         case PersistentAttack() as attack:
             return attack
@@ -153,25 +156,25 @@ def attack_of(term: Reconstruction) -> PersistentAttack | None:
 
 
 def n_samples(term: Reconstruction) -> int:
-    """Draws per live set: those of R5, but one where every draw would be the same."""
+    """Returns the number of draws per live set: that of R5, or one if all draws would be the same."""
     draws_sources = isinstance(term.sources, Stochastic | FreshAttack | Merged)
     return term.n_samples if draws_sources or not isinstance(term.routing, Everywhere) else 1
 
 
 def n_forwards(term: Reconstruction, n_sites: int) -> int:
-    """Number of masked forwards in the term's mean, not counting those of an attack."""
+    """Returns the number of masked forwards in the term's mean, without those of an attack."""
     return len(live_sets(term.live, n_sites)) * n_samples(term)
 
 
 def n_routed_ascents(term: Reconstruction) -> int:
-    """Number of warm-up ascents that have routes of their own (A3): those of a persistent term on subsets."""
+    """Returns the number of warm-up ascents that have their own routes (A3): those of a persistent term on subsets."""
     if isinstance(term.routing, Everywhere) or not isinstance(term.sources, PersistentAttack):
         return 0
     return term.sources.n_warmup_steps
 
 
 def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
-    """Number of forward and backward passes of an attack besides the term's own forwards (A1, A3, R6)."""
+    """Returns the number of forward and backward passes of an attack besides the term's own forwards (A1, A3, R6)."""
     match term.sources:
         case FreshAttack(n_steps=n):
             return n * n_forwards(term, n_sites)
@@ -182,10 +185,10 @@ def n_attack_passes(term: Reconstruction, n_sites: int) -> int:
 
 
 class MaskedForwards(NamedTuple):
-    """Results of masked forwards that ran together: each one's own, and the summaries of the sites' logits.
+    """The results of masked forwards that ran together: those of each forward, and the summaries of the sites' logits.
 
-    ``summaries``: by stack, ``[layers, C, …]``; empty without `Summarise`. ``differences``: of each forward, by point,
-    ``‖masked − clean‖²`` (R6).
+    ``summaries``: by stack, ``[layers, C, …]``; empty without `Summarise`. ``differences``: ``‖masked − clean‖²`` of
+    each forward, by point (R6).
     """
 
     forwards: list[Forward]
@@ -200,9 +203,9 @@ def run_masked(
     summarise: Summarise | None = None,
     output_name: Intermediate = "site_outputs",
 ) -> MaskedForwards:
-    """Runs the masked forwards of these streams, each from its first live layer (F6); results in the order given.
+    """Runs the masked forwards of these streams, each from its first live layer (F6). Results are in the order given.
 
-    ``summarise`` needs every site to be live in one of them.
+    ``summarise`` needs every site to be live in one of the streams.
     """
     order = sorted(range(len(streams)), key=lambda i: streams[i].live[0])
     ordered = tuple(streams[i] for i in order)
@@ -232,7 +235,8 @@ def run_masked(
 
 
 def _differences(linears: MaskedLinears, records: Mapping[int, dict[str, Array]]) -> list[dict[str, Float[Array, ""]]]:
-    """The sum of squares of each stream's difference from the clean pass, by point: 0 before the stream starts."""
+    """Returns the sum of squares of each stream's difference from the clean pass, by point; 0 before the stream
+    starts."""
     found = [{point.name: jnp.zeros(()) for point in stream.points} for stream in linears.streams]
     for first, own in records.items():
         for hook, streams in linears.compared(first).items():
@@ -244,14 +248,14 @@ def _differences(linears: MaskedLinears, records: Mapping[int, dict[str, Array]]
 
 
 def _stack_record(forward: Forward, stack: Stack, name: str) -> Array:
-    """A record of all layers of a stack, whatever scans it was recorded in."""
+    """Returns a record of all layers of a stack, joined from the scans in which it was recorded."""
     parts = [records[name] for first, records in sorted(forward.records.items()) if first in stack.layers]
     return jnp.concatenate(parts)
 
 
 class ForwardErrors(NamedTuple):
-    """Errors of masked forwards. ``by_stream``: R1, or R2's exception. ``summaries``: as in `MaskedForwards`.
-    ``at_points``: of each forward, by the names of its points, ``‖masked − clean‖² / ‖clean‖²`` (R6)."""
+    """The errors of masked forwards. ``by_stream``: R1, or R2's exception. ``summaries``: as in `MaskedForwards`.
+    ``at_points``: ``‖masked − clean‖² / ‖clean‖²`` of each forward, by the name of the point (R6)."""
 
     by_stream: Float[Array, " streams"]
     summaries: dict[str, Array]
@@ -259,15 +263,16 @@ class ForwardErrors(NamedTuple):
 
 
 def relative(difference: Float[Array, ""], norm: Float[Array, ""]) -> Float[Array, ""]:
-    """``‖masked − clean‖² / ‖clean‖²`` (R6). In a batch in which no feature of a toy is active both can be 0: there the
-    difference is not divided."""
+    """Returns ``‖masked − clean‖² / ‖clean‖²`` (R6). Both can be 0 in a batch of a toy without an active feature; the
+    difference is then not divided."""
     return difference / jnp.where(norm == 0, 1, norm)
 
 
 def with_points(
     output: Float[Array, ""], at_points: Mapping[str, Float[Array, ""]], coeff: float | Float[Array, ""] | None
 ) -> Float[Array, ""]:
-    """R6: the error of the output and ``coeff`` times the mean of those at points; without points, the former."""
+    """Returns the error of the output plus ``coeff`` times the mean of the errors at points (R6); without points, the
+    former."""
     if not at_points:
         return output
     assert coeff is not None
@@ -275,8 +280,8 @@ def with_points(
 
 
 def term_error(found: ForwardErrors, now: AtStep) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """A term's value from the errors of its forwards: their mean. Also, with points, its parts: the means of the
-    output's error (`output`) and of each point's."""
+    """Returns a term's value, the mean of the errors of its forwards. With points, it also returns its parts: the mean
+    error of the output (`output`) and of each point."""
     output = jnp.mean(found.by_stream)
     means = {name: jnp.mean(jnp.stack([own[name] for own in found.at_points])) for name in found.at_points[0]}
     return with_points(output, means, now.beside), {"output": output, **means} if means else {}
@@ -289,8 +294,8 @@ def errors(
     summarise: Summarise | None = None,
     output_name: Intermediate = "site_outputs",
 ) -> ForwardErrors:
-    """The reconstruction error of each masked forward (R1, or R2's exception), and those at its points (R6), all of
-    them run joint."""
+    """Returns the reconstruction error of each masked forward (R1, or R2's exception), and those at its points (R6).
+    All forwards run together."""
 
     def batch_errors(clean_pass: CleanPass, reader: ImportanceReader, streams: Sequence[Stream]) -> ForwardErrors:
         target, clean = clean_pass.target, clean_pass.forward
@@ -304,7 +309,7 @@ def errors(
             hidden_acts_error(target.sites, clean, masked) if kind == "hidden_acts" else next(output_errors)
             for masked, kind in zip(forwards, kinds, strict=True)
         ]
-        norms = clean_pass.point_squares  # of the whole batch, also where this is a part
+        norms = clean_pass.point_squares  # of the whole batch, even if this is a part of it
         at_points = [{name: relative(x, norms[name]) for name, x in own.items()} for own in differences]
         return ForwardErrors(jnp.stack(found), summaries, at_points)
 
@@ -316,7 +321,7 @@ def errors(
 
 
 def _output_errors(clean_pass: CleanPass, outputs: Sequence[Any]) -> Float[Array, " streams"]:
-    """R1 of each masked output."""
+    """Returns R1 of each masked output."""
     target, reference = clean_pass.target, clean_pass.reference
     if reference is None:
         reference = jax.lax.stop_gradient(target.reference(clean_pass.weights, clean_pass.forward.output))
@@ -324,7 +329,8 @@ def _output_errors(clean_pass: CleanPass, outputs: Sequence[Any]) -> Float[Array
 
 
 def hidden_acts_error(sites: Sites, clean: Forward, masked: Forward) -> Float[Array, ""]:
-    """R2's exception: sum of squared differences of every site's output over the number of elements."""
+    """Returns R2's exception: the sum of squared differences of all sites' outputs, divided by the number of
+    elements."""
     total, elements = jnp.zeros(()), 0
     for segment in sites.segments:
         for stack in segment.stacks:
@@ -338,12 +344,12 @@ def hidden_acts_error(sites: Sites, clean: Forward, masked: Forward) -> Float[Ar
 class ForwardDraws(eqx.Module):
     """The random numbers of one masked forward, as arrays.
 
-    ``routes``: ``[*leading, live sites]`` in canonical order; None where every position is routed. ``sources``: of the
-    stacks with a live site, in [0, 1]: stochastic sources as they enter the masks, or where a fresh attack starts;
+    ``routes``: ``[*leading, live sites]`` in canonical order; None if every position is routed. ``sources``: those of
+    the stacks with a live site, in [0, 1]: stochastic sources as they enter the masks, or the start of a fresh attack;
     None for constant and persistent sources. Rows of sites that are not live are not used.
 
-    ``rows``: of a merged term (A8), the number of every row that decides whether it is adversarial: it is where
-    `adv_fraction` is above the number. ``particle``: of a pool (A9), the source that every row uses.
+    ``rows``: for a merged term (A8), a number for every row, which is adversarial if `adv_fraction` is above that
+    number. ``particle``: for a pool (A9), the source that every row uses.
     """
 
     routes: Bool[Array, "*leading live"] | None
@@ -353,14 +359,14 @@ class ForwardDraws(eqx.Module):
 
 
 TermDraws = PRNGKeyArray | Sequence[ForwardDraws]
-"""Draws of all forwards of a term, live sets outside, samples inside, then those of its `n_routed_ascents`; or the key
-that all of them are drawn from (M4)."""
+"""The draws of all forwards of a term, ordered by live set, then by sample, followed by those of its
+`n_routed_ascents`; or the key that all of them are drawn from (M4)."""
 
 
 def draw_forwards(
     term: Reconstruction, key: PRNGKeyArray, sites: Sites, leading: tuple[int, ...], use_delta: bool
 ) -> list[ForwardDraws]:
-    """What `streams` draws from ``key`` for the term's forwards, and `warm_up_error` for its ascents, as arrays.
+    """Returns as arrays what `streams` draws from ``key`` for the term's forwards, and `warm_up_error` for its ascents.
 
     ``leading``: global axes of an activation before its last one.
     """
@@ -390,17 +396,18 @@ def draw_forwards(
 
 
 ROWS = 1 << 24
-"""What the key of a forward's sources is folded with for `draw_rows`: beyond the numbers of sites."""
+"""The number that `draw_rows` folds into the key of a forward's sources, above all numbers of sites."""
 
 
 def draw_rows(key: PRNGKeyArray, batch: int) -> Float[Array, " B"]:
-    """A8: the number of every row that decides whether it is adversarial. ``key``: that of the forward's sources."""
+    """Draws the number of every row that decides whether the row is adversarial (A8). ``key``: that of the forward's
+    sources."""
     return uniform(jax.random.fold_in(key, ROWS), positions((batch,)), 1)[:, 0]
 
 
 def draw_particle(term: Reconstruction, draws: TermDraws, leading: tuple[int, ...]) -> Int[Array, "B *ones"] | None:
-    """A9: the source of its pool that every row uses in this step, with an axis of size 1 for each of positions. None
-    for a term without a pool."""
+    """Draws the source of its pool that every row uses in this step (A9), with axes of size 1 in place of those of
+    positions. None for a term without a pool."""
     found = draws[0].particle if isinstance(draws, Sequence) else _drawn_particle(term, draws, leading[0])
     return None if found is None else found.reshape(-1, *(1 for _ in leading[1:]))
 
@@ -410,14 +417,14 @@ def _drawn_particle(term: Reconstruction, key: PRNGKeyArray, batch: int) -> Int[
     if attack is None or not isinstance(attack.scope, Pool):
         return None
     u = uniform(jax.random.fold_in(key, 1), positions((batch,)), 1)[:, 0]  # 0 is the key of the one forward
-    # Where fp32 rounds u · size up to size, it is the last.
+    # If fp32 rounds u · size up to size, the last one is taken.
     return jnp.minimum((u * attack.scope.size).astype(jnp.int32), attack.scope.size - 1)
 
 
 def draw_ascent_routes(
     term: Reconstruction, key: PRNGKeyArray, ascent: Int[Array, ""], at: UInt32[Array, "*leading"], n_sites: int
 ) -> Bool[Array, "*leading n_sites"] | None:
-    """A3: the routes of a warm-up ascent, whose number follows those of the term's forwards."""
+    """Draws the routes of a warm-up ascent (A3), whose number follows those of the term's forwards."""
     routes_key, _ = jax.random.split(jax.random.fold_in(key, n_forwards(term, n_sites) + ascent))
     return draw_routes(term.routing, routes_key, at, n_sites)
 
@@ -425,7 +432,7 @@ def draw_ascent_routes(
 def draw_stochastic(
     kind: Stochastic, key: PRNGKeyArray, sites: Sites, live: tuple[int, ...], at: UInt32[Array, "*n"], use_delta: bool
 ) -> Bundle:
-    """Arrays of the stochastic sources of one forward, of the stacks with a live site (M3)."""
+    """Draws the stochastic sources of one forward as arrays, for the stacks with a live site (M3)."""
     sources = StochasticSources(kind, key, use_delta)
 
     def draw_site(site: Array, C: int) -> Sources:
@@ -445,8 +452,8 @@ def streams(
     bundle: Bundle | None = None,
     now: AtStep = AtStep(),  # noqa: B008
 ) -> list[Stream]:
-    """The forwards of a term. ``bundle``: sources of a persistent term. ``now``: the term's numbers at this step. Fresh
-    attacks are carried out here."""
+    """Returns the forwards of a term, after running its fresh attack if it has one. ``bundle``: the sources of a
+    persistent term. ``now``: the term's numbers at this step."""
     n_sites = len(batch.target.sites)
     if isinstance(draws, Sequence):
         wanted, ascents = n_forwards(term, n_sites), n_routed_ascents(term)
@@ -469,7 +476,7 @@ def _stream(
     bundle: Bundle | None,
     now: AtStep,
 ) -> Stream:
-    """One forward of a term; ``draws``: its own, or the key for them."""
+    """Returns one forward of a term. ``draws``: its own draws, or the key for them."""
     clean_pass, points = batch.clean_pass, points_of(term, batch.target)
     sites, use_delta, n_rows = clean_pass.target.sites, clean_pass.use_delta, clean_pass.batch
     given: Bundle | None = None
@@ -514,7 +521,7 @@ def _stream(
 
 
 def given_sources(clean_pass: CleanPass, bundle: Bundle) -> GivenSources:
-    """Sources of an attack on a batch, with the copies that the policy has of those that the rows share."""
+    """Returns the sources of an attack on a batch, with the policy's held copies of those that the rows share."""
     sites, by = clean_pass.target.sites, clean_pass.target.memory.held_by("sources")
     of_experts = {stack.name for stack in sites.stacks if stack.experts is not None}
     axes = {name: source_axes(own, clean_pass.batch, name in of_experts) for name, own in bundle.items()}
@@ -528,7 +535,7 @@ def reconstruction(
     bundle: Bundle | None = None,
     now: AtStep = AtStep(),  # noqa: B008
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Mean error over the term's forwards, without its coefficient, and its parts, if it has some (`term_error`).
+    """Returns the mean error over the term's forwards, without its coefficient, and its parts, if any (`term_error`).
     ``bundle``, ``now``: as in `streams`."""
     found = streams(term, batch, draws, bundle, now)
     return term_error(errors(batch, found, [term.error] * len(found)), now)
@@ -540,8 +547,9 @@ def warm_up_error(
     draws: TermDraws,
     now: AtStep = AtStep(),  # noqa: B008
 ) -> Callable[[Bundle, Int[Array, ""]], Float[Array, ""]]:
-    """The error that warm-up ascents maximise (A3, R6), from the sources and the ascent's number: all sites live,
-    routed as the term is, components and λ constant. ``now``: the term's numbers at this step."""
+    """Returns the error that warm-up ascents maximise (A3, R6), as a function of the sources and the ascent's number.
+    All sites are live and routed as in the term; components and λ are constant. ``now``: the term's numbers at this
+    step."""
     n_sites = len(batch.target.sites)
     points = () if ascends_output_alone(term) else points_of(term, batch.target)
     live, n_ascents = tuple(range(n_sites)), n_routed_ascents(term)
@@ -573,8 +581,8 @@ def attacked_error(
     points: tuple[Point, ...] = (),
     coeff: float | Float[Array, ""] | None = None,
 ) -> Callable[[Bundle], Float[Array, ""]]:
-    """The error of one forward as a function of its sources; components and λ are constant. ``points``, ``coeff``: of
-    R6."""
+    """Returns the error of one forward as a function of its sources; components and λ are constant. ``points``,
+    ``coeff``: those of R6."""
     constant = batch.constant()
 
     def error(bundle: Bundle) -> Float[Array, ""]:

@@ -1,4 +1,4 @@
-"""Routing (R3): at which positions a live site is masked, and at which it multiplies by W."""
+"""Routing (R3): the positions at which a live site is masked; at the others it multiplies by W."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,17 @@ from param_decomp_jax.decomposition.draws import uniform
 
 @dataclass(frozen=True)
 class Everywhere:
-    """Every live site at every position."""
+    """Routes every live site at every position."""
 
 
 @dataclass(frozen=True)
 class UniformKSubset:
-    """At each position independently: k uniform in 1 … n, then a uniform k-subset of the n live sites."""
+    """Routes, at each position independently, a uniform k-subset of the n live sites, with k uniform in 1 … n."""
 
 
 @dataclass(frozen=True)
 class StaticProbability:
-    """At each position each live site independently with probability ``p``."""
+    """Routes each live site at each position independently with probability ``p``."""
 
     p: float
 
@@ -29,8 +29,9 @@ Routing = Everywhere | UniformKSubset | StaticProbability
 
 
 def uniform_k_subset(size: Float[Array, "*n"], scores: Float[Array, "*n sites"]) -> Bool[Array, "*n sites"]:
-    """The k sites of smallest score, with k = 1 + ⌊size · sites⌋ for ``size`` in [0, 1); ties go by site order."""
-    # Where fp32 rounds size · n up to n, k is n + 1: every site, as k = n has it.
+    """Selects the k sites of smallest score, with k = 1 + ⌊size · sites⌋ for ``size`` in [0, 1). Ties are broken by
+    site order."""
+    # If fp32 rounds size · n up to n, k is n + 1, which selects every site like k = n.
     k = 1 + (size * scores.shape[-1]).astype(jnp.int32)
     rank = jnp.argsort(jnp.argsort(scores, axis=-1, stable=True), axis=-1)
     return rank < k[..., None]
@@ -39,7 +40,7 @@ def uniform_k_subset(size: Float[Array, "*n"], scores: Float[Array, "*n sites"])
 def draw_routes(
     routing: Routing, key: PRNGKeyArray, at: UInt32[Array, "*leading"], n_live: int
 ) -> Bool[Array, "*leading n_live"] | None:
-    """Routes of one forward for its live sites in canonical order; None where every position is masked.
+    """Draws the routes of one forward for its live sites, in canonical order; None if every position is masked.
 
     ``at``: global numbers of the positions (M4).
     """

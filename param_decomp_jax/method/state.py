@@ -1,4 +1,4 @@
-"""The settings of a decomposition (static) and the training state that goes from step to step."""
+"""The (static) settings of a decomposition, and the training state that is passed from step to step."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -60,7 +60,7 @@ class Decomposition:
 
     @property
     def logged_schedules(self) -> dict[str, AnySchedule]:
-        """Learning rates and scheduled coefficients, by the names that metrics have under ``schedules/``."""
+        """Learning rates and scheduled coefficients, by their names under ``schedules/`` in the metrics."""
         found: dict[str, float | AnySchedule] = {
             "components_lr": self.components_optimizer.schedule,
             "ci_fns_lr": self.ci_optimizer.schedule,
@@ -79,13 +79,14 @@ class Decomposition:
         return {name: value for name, value in found.items() if isinstance(value, Schedule | Knots)}
 
     def key(self, purpose: Literal["init", "train", "eval"]) -> PRNGKeyArray:
-        """The root of all draws of one purpose; the same numbers on every machine (M4)."""
+        """Returns the root key of all draws for one purpose. It gives the same numbers on every machine (M4)."""
         root = jax.random.key(self.seed, impl="threefry2x32")
         return jax.random.fold_in(root, ("init", "train", "eval").index(purpose))
 
 
 class State(eqx.Module):
-    """Everything of the trajectory (T5). ``step`` counts finished steps. ``frequency_means``: by term (L6)."""
+    """Everything that determines the further training (T5). ``step`` counts finished steps. ``frequency_means``: by
+    term (L6)."""
 
     components: Components
     ci: CIFunction
@@ -114,12 +115,13 @@ class InitKeys(NamedTuple):
 
 
 def init_keys(decomposition: Decomposition) -> InitKeys:
-    """The keys that the state before step 0 is drawn with."""
+    """Returns the keys with which the state before step 0 is drawn."""
     return InitKeys(*jax.random.split(decomposition.key("init"), 3))
 
 
 def init_state(decomposition: Decomposition, sites: Sites, leading: tuple[int, ...]) -> State:
-    """The state before step 0 (and before the faithfulness warm-up). ``leading``: global leading axes of a batch."""
+    """Returns the state before step 0 (and before the faithfulness warm-up). ``leading``: global leading axes of a
+    batch."""
     keys = init_keys(decomposition)
     components = init_components(keys.components, sites)
     ci = init_ci(decomposition.ci, keys.ci, sites)

@@ -1,4 +1,4 @@
-"""Where a run's state lies: logical axes and shardings of its arrays."""
+"""The logical axes and the shardings of a run's state."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ WHOLE = Axes(())
 
 
 def state_axes(decomposition: Decomposition, state: State) -> State:
-    """Logical axes of every array of ``state`` (arrays or shapes), in its structure.
+    """Returns the logical axes of every array of ``state`` (arrays or shapes), in its structure.
 
-    Moments lie with what they are moments of; persistent sources with the batch where every row has its own (D2).
+    Moments are split like what they are moments of, persistent sources like the batch if every row has its own (D2).
     """
     components, ci = components_axes(state.components), state.ci.axes()
     of_experts = {name for name, factors in state.components.items() if factors.V.ndim > 3}
@@ -54,9 +54,9 @@ def state_axes(decomposition: Decomposition, state: State) -> State:
 
 
 def moments_axes(moments: Any, parameters: Any, axes: Any) -> Any:
-    """Logical axes of an optimiser's state: what in it has the parameters' structure, or part of it and else None, lies
-    like them."""
-    # Parameters have None where a function has no weights of a kind. There a part has it too, and here it is a leaf.
+    """Returns the logical axes of an optimiser's state. Parts with the structure of the parameters, some of them None,
+    are split like the parameters."""
+    # Parameters have None where a function lacks weights of a kind. A part has None there too, and here it is a leaf.
     structure: Any = jax.tree.structure(parameters, is_leaf=_is_none)
 
     def alike(part: Any) -> bool:
@@ -81,13 +81,14 @@ def _is_none(x: Any) -> bool:
 
 
 def moments_shardings(mesh: AnyMesh, optimizer: optax.GradientTransformation, components: Components) -> Any:
-    """Shardings of the state of an optimiser of components, in its structure."""
+    """Returns the shardings of the state of an optimiser of components, in its structure."""
     moments = jax.eval_shape(optimizer.init, components)
     return shardings(mesh, moments_axes(moments, components, components_axes(components)), moments)
 
 
 def state_shardings(mesh: AnyMesh, decomposition: Decomposition, state: State) -> State:
-    """Shardings in the structure of ``state`` (arrays or shapes); what is offloaded lies in pinned host memory."""
+    """Returns shardings in the structure of ``state`` (arrays or shapes). Offloaded arrays lie in pinned host
+    memory."""
     placed = shardings(mesh, state_axes(decomposition, state), state)
     offloaded = decomposition.memory.offload_state
 

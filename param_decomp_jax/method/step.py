@@ -57,7 +57,7 @@ from param_decomp_jax.targets.points import Point
 
 @dataclass(frozen=True)
 class Problem:
-    """A decomposition of a target: everything static that the step is compiled for."""
+    """A decomposition of a target: all static information that the step is compiled for."""
 
     decomposition: Decomposition
     target: Target
@@ -68,15 +68,16 @@ class Problem:
 
 
 class HeldCopies(NamedTuple):
-    """Copies of trained arrays as they are held for a step (`sharding/mesh.py:hold`), None where there is none."""
+    """Copies of trained arrays as they are held for a step (`sharding/mesh.py:hold`); None for arrays without a
+    copy."""
 
     components: Any
     ci: Any
 
 
 class Gradients(NamedTuple):
-    """The gradients of the total loss, before any clip. Those of sources are with respect to their raw values; where a
-    term's sources ascend the output's error alone (R6), they are of that part."""
+    """The gradients of the total loss, before any clip. Gradients of sources are with respect to their raw values. If a
+    term's sources ascend the output's error alone (R6), theirs are the gradients of that part."""
 
     components: Components
     ci: Any
@@ -84,7 +85,7 @@ class Gradients(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """Everything that a training step computes; ``gradients``: of the total loss, before any clip."""
+    """Everything that a training step computes. ``gradients``: those of the total loss, before any clip."""
 
     state: State
     metrics: Metrics
@@ -92,11 +93,13 @@ class StepOutcome(NamedTuple):
 
 
 GivenDraws = Mapping[str, Sequence[ForwardDraws]]
-"""Draws of a step by the name of the reconstruction term, in place of those of its key (`inspection.py:step_draws`)."""
+"""Draws of a step by the name of the reconstruction term, to replace those from its key
+(`inspection.py:step_draws`)."""
 
 
 def training_step(problem: Problem, state: State, weights: Weights, inputs: Array) -> tuple[State, Metrics]:
-    """One step on one global batch (``[B, T]`` token ids for a language model): the new state and its metrics.
+    """Takes one step on one global batch (``[B, T]`` token ids for a language model). Returns the new state and its
+    metrics.
 
     Metrics, all scalars: ``loss/<term>`` without coefficient, ``loss/total``, ``grad_norms/summary/*`` before the clip,
     ``schedules/*``. Entries of a persistent term that is still off (A6) are 0.
@@ -108,9 +111,9 @@ def training_step(problem: Problem, state: State, weights: Weights, inputs: Arra
 def step_outcome(
     problem: Problem, state: State, weights: Weights, inputs: Array, draws: GivenDraws | None = None
 ) -> StepOutcome:
-    """`training_step` with its gradients, and with random numbers that can be given.
+    """Takes a `training_step` and returns its gradients as well; its random numbers can be given.
 
-    ``draws``: of every reconstruction term; those of seed and step if None.
+    ``draws``: those of every reconstruction term; if None, they follow from seed and step.
     """
     spec = problem.decomposition
     objective = make_objective(spec, state, draws)
@@ -154,7 +157,7 @@ def step_outcome(
 
 
 def hold_trained(problem: Problem, learned: Learned) -> HeldCopies:
-    """What the policy says is held of V, U and the CI function."""
+    """Returns the copies of V, U and the CI function that the policy holds."""
     (components, ci), memory = learned, problem.decomposition.memory
     with jax.named_scope("hold"):
         dtype, of_ci = problem.compute_dtype, ci.axes()
@@ -166,17 +169,17 @@ def hold_trained(problem: Problem, learned: Learned) -> HeldCopies:
 
 
 def _headless(ci: Any) -> Any:
-    """A CI function, or what describes one, without the heads."""
+    """Returns a CI function, or what describes one, without its heads."""
     return replace_fields(ci, heads={})
 
 
 def hold_for_reading(problem: Problem, learned: Learned) -> Learned:
-    """Components of every stack and the CI function, with the copies that the policy has of them."""
+    """Returns the components of every stack and the CI function, with the copies that the policy holds of them."""
     return with_copies(problem, learned, hold_trained(problem, learned))
 
 
 def with_copies(problem: Problem, learned: Learned, copies: HeldCopies) -> Learned:
-    """Components of every stack and the CI function, with the copies that are used in their place."""
+    """Returns the components of every stack and the CI function, with the copies that are used in their place."""
     memory, ci = problem.decomposition.memory, learned.ci
     components = held(learned.components, copies.components, memory.held_by("components"))
     body = held(_headless(ci), _headless(copies.ci), memory.held_by("ci"))
@@ -185,7 +188,8 @@ def with_copies(problem: Problem, learned: Learned, copies: HeldCopies) -> Learn
 
 
 def make_objective(spec: Decomposition, state: State, draws: GivenDraws | None = None) -> Objective:
-    """The terms of ``spec`` at the state's step, with draws of seed and step or with given ones."""
+    """Returns the terms of ``spec`` at the state's step, with given draws or with those that follow from seed and
+    step."""
     if draws is None:
         keys = term_keys(spec, jax.random.fold_in(spec.key("train"), state.step))
         return Objective(spec, state.step, keys, state.frequency_means)
@@ -195,19 +199,19 @@ def make_objective(spec: Decomposition, state: State, draws: GivenDraws | None =
 
 
 def keeps_outputs(problem: Problem) -> bool:
-    """Whether a term compares the outputs of sites (R2's exception)."""
+    """Returns whether a term compares the outputs of sites (R2's exception)."""
     return _has_error(problem, "hidden_acts")
 
 
 def compared_points(problem: Problem, terms: Iterable[Any] = ()) -> tuple[Point, ...]:
-    """The points at which a term of the problem, or one of ``terms``, compares with the clean pass (R6)."""
+    """Returns the points at which a term of the problem, or one of ``terms``, compares with the clean pass (R6)."""
     every = (*problem.decomposition.terms, *terms)
     found = [points_of(term, problem.target) for term in every if isinstance(term, Reconstruction)]
     return tuple(dict.fromkeys(point for own in found for point in own))
 
 
 def compares_outputs(problem: Problem) -> bool:
-    """Whether a term compares the network's outputs (R1)."""
+    """Returns whether a term compares the network's outputs (R1)."""
     return _has_error(problem, "output")
 
 
@@ -225,10 +229,11 @@ def run_clean_pass(
     points: Collection[Point] = (),
     inputs_of_sites: bool = False,
 ) -> CleanPass:
-    """F4, F5: the forward with no live site, and what the CI function reads in it; ``outputs``: keeps the outputs of
-    the sites, too.
+    """Runs the forward without live sites, and keeps what the CI function reads in it (F4, F5). ``outputs``: keeps the
+    outputs of the sites, too.
 
-    ``points``: keeps the activations there. ``inputs_of_sites``: keeps these whatever the CI function reads.
+    ``points``: keeps the activations there. ``inputs_of_sites``: keeps the sites' inputs even if the CI function does
+    not read them.
     """
     target = problem.target
     if ci.boundaries:
@@ -236,7 +241,7 @@ def run_clean_pass(
         points = {*points, *tap_points(ci.boundaries, target.sites, n_blocks)}
     groups = target.uniform_layers(weights)
     for segment in target.sites.segments:
-        layers_of_segment(groups, segment)  # fails by assertion where one lies in two groups
+        layers_of_segment(groups, segment)  # fails by assertion if a segment lies in two groups
     unread = ci.jointly and (bool(ci.boundaries) or target.memory.recomputes("site_inputs"))
     kept = inputs_of_sites or not unread
     linears = PlainLinears(target.sites, kept, outputs, target.memory, tuple(points))
@@ -256,7 +261,7 @@ def run_clean_pass(
 
 
 def causal_importance(problem: Problem, clean_pass: CleanPass, components: Components, ci: CIFunction) -> CIOutputs:
-    """The CI function's outputs on a batch after its clean pass; ``components``: of every stack."""
+    """Returns the CI function's outputs on a batch after its clean pass. ``components``: those of every stack."""
     return run_ci_function(
         ci,
         ResidualInputs(clean_pass.at_boundaries) if ci.boundaries else clean_pass.ci_inputs,
@@ -270,7 +275,7 @@ def causal_importance(problem: Problem, clean_pass: CleanPass, components: Compo
 
 
 def head_inputs(ci: CIFunction, clean_pass: CleanPass) -> dict[str, Any]:
-    """What the CI function's heads read of their own sites."""
+    """Returns what the CI function's heads read of their own sites."""
     return ci.head_inputs(clean_pass.site_inputs, clean_pass.looked_up)
 
 
@@ -281,8 +286,8 @@ def importance_reader(
     clean_pass: CleanPass,
     copies: HeldCopies | None = None,
 ) -> ImportanceReader:
-    """Reads the CI function's outputs as λ, as the losses do. ``copies``: of the heads among the outputs, if these have
-    none yet."""
+    """Returns a reader of the CI function's outputs as λ, as the losses read them. ``copies``: held copies of the heads
+    among the outputs, if these have none yet."""
     lower, _ = squashings(problem.decomposition.squashing)
     by = problem.decomposition.memory.held_by("heads")
     if copies is not None and isinstance(ci_outputs, LazyLogits) and by is not None:
@@ -312,7 +317,7 @@ def differentiable_importance(
 
     def importance(components: Components, ci: CIFunction) -> CIOutputs:
         with jax.named_scope("causal_importance"):
-            # Copies are not outputs: nothing is differentiated by them.
+            # Copies are kept out of the outputs, because nothing is differentiated with respect to them.
             used = with_copies(problem, Learned(components, ci), copies)
             return at_rest(causal_importance(problem, clean_pass, *used))
 
@@ -328,7 +333,8 @@ def loss_gradients(
     raw: dict[str, Bundle],
     copies: HeldCopies,
 ) -> tuple[Gradients, ObjectiveResults]:
-    """Point 4 of section 8: the objective's terms and its gradients; ``raw``: sources of its persistent terms."""
+    """Returns the objective's terms and its gradients (point 4 of section 8). ``raw``: the sources of its persistent
+    terms."""
 
     def total(components: Components, outputs: CIOutputs, raw: dict[str, Bundle]) -> tuple[Array, ObjectiveResults]:
         factors, _ = with_copies(problem, Learned(components, state.ci), copies)
@@ -352,14 +358,15 @@ def loss_gradients(
 def losses_and_ascents(
     problem: Problem, state: State, clean_pass: CleanPass, objective: Objective, copies: HeldCopies
 ) -> tuple[dict[str, Adversary], Gradients, ObjectiveResults]:
-    """Points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward pass, last ascents."""
+    """Computes points 2 to 5 of section 8, up to the optimisers: CI, warm-up ascents, one backward pass, last
+    ascents."""
     spec = problem.decomposition
     importance = differentiable_importance(problem, state, clean_pass, copies)
 
     def update(adversary: Adversary, by: Callable[[Adversary], Adversary]) -> Adversary:
         return kept_adversary(spec.memory, by(fetched_adversary(spec.memory, adversary)))
 
-    # Fetched and stored even where nothing changes: both branches must leave it in the same memory.
+    # Fetched and stored even if nothing changes, because both branches must leave it in the same memory.
     untouched = partial(update, by=lambda adversary: adversary)
 
     reader = importance_reader(problem, state.ci, importance.outputs, clean_pass, copies)
@@ -387,7 +394,8 @@ def losses_and_ascents(
     gradients, found = loss_gradients(problem, objective, state, clean_pass, importance, raw, copies)
 
     for name, (term, attack) in spec.persistent.items():
-        # A4: the bundle feeds this term alone (A6), so the total's gradient over the coefficient is the term's own.
+        # The bundle feeds this term alone (A6), so the total's gradient divided by the coefficient is the term's own
+        # (A4).
         with jax.named_scope("last_ascents"):
             coeff = value_at(term.coeff, state.step, spec.steps)
             own = jax.tree.map(lambda g, c=coeff: g / c, gradients.sources[name])
@@ -404,7 +412,8 @@ def when_on(
     otherwise: Callable[[Adversary], Adversary],
     adversary: Adversary,
 ) -> Adversary:
-    """A6: ``then(adversary)`` from the attack's first step on, ``otherwise`` before; off means not computed."""
+    """Returns ``then(adversary)`` from the attack's first step on and ``otherwise`` before; what is off is not computed
+    (A6)."""
     first = attack.first_step(spec.steps)
     if first == 0:
         return then(adversary)
@@ -415,7 +424,8 @@ def when_on(
 def descend(
     spec: Optimizer, steps: int, axes: Any, parameters: Any, gradient: Any, moments: Any
 ) -> tuple[Any, Any, Array]:
-    """Clip, then the optimiser: new parameters, new moments, and the gradient's norm before the clip.
+    """Clips the gradient and applies the optimiser. Returns new parameters, new moments, and the gradient's norm before
+    the clip.
 
     ``axes``: descriptions of the parameters.
     """
@@ -428,7 +438,8 @@ def descend(
 def warmup_step(
     problem: Problem, components: Components, moments: Any, weights: Weights
 ) -> tuple[Components, Any, Float[Array, ""]]:
-    """T3: one step on faithfulness alone, before training; gives components, moments and the loss before the step."""
+    """Takes one step on faithfulness alone, before training (T3). Returns components, moments, and the loss before the
+    step."""
 
     def error(components: Components) -> Array:
         factors = with_views(components, problem.target.sites)
@@ -441,6 +452,6 @@ def warmup_step(
 
 
 def warmup_transformation(problem: Problem) -> optax.GradientTransformation:
-    """T3's own optimiser; its state is thrown away."""
+    """Returns T3's own optimiser, whose state is discarded."""
     warmup = problem.decomposition.warmup
     return optax.adamw(warmup.lr, eps=1e-8, weight_decay=warmup.weight_decay)

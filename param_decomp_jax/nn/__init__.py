@@ -1,4 +1,4 @@
-"""Parts of neural networks that know neither sites nor components."""
+"""Parts of neural networks that do not depend on sites or components."""
 
 from param_decomp_jax.nn.attention import attend
 from param_decomp_jax.nn.fused_kl import Head

@@ -1,6 +1,7 @@
-"""Scaled dot-product attention with grouped heads: the plain form, one in blocks of queries, and cuDNN's.
+"""Scaled dot-product attention with grouped heads: a plain form, one in blocks of queries, and cuDNN's kernel.
 
-All three take and give the same arrays and differ only in what they keep and in rounding; a memory policy chooses.
+All three take and return the same arrays; they differ only in what they keep and in rounding. The memory policy chooses
+one.
 """
 
 from collections.abc import Sequence
@@ -16,13 +17,13 @@ from param_decomp_jax.nn.numerics import wide
 from param_decomp_jax.sharding.memory import Attention
 
 BLOCK = 128
-"""Queries of a block: at T = 2048 its scores are a sixteenth of all, 32 MiB for 32 heads of one sequence in fp32. On a
-CPU no size was faster (docs/measurements/attention.md)."""
+"""Queries per block. At T = 2048 the scores of a block are a sixteenth of all: 32 MiB for 32 heads of one sequence in
+fp32. On a CPU, no other size was faster (docs/measurements/attention.md)."""
 
 
 class Window(NamedTuple):
-    """A query reads the ``size`` keys up to its own where ``applies`` (of one layer of a scan, so it may be traced),
-    else all up to its own."""
+    """A sliding window. Where ``applies`` holds, a query reads the last ``size`` keys up to its own, elsewhere all keys
+    up to its own. ``applies`` belongs to one layer of a scan, so it may be traced."""
 
     size: int
     applies: Bool[Array, ""] | bool = True
@@ -37,10 +38,11 @@ def attend(
     window: Window | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T heads d"]:
-    """Query head h reads key head ``h // (heads / kv_heads)``; scores times ``d^-½``, softmax in fp32 or wider.
+    """Returns attention in which query head h reads key head ``h // (heads / kv_heads)``. Scores are scaled by
+    ``d^-½``; the softmax is computed in fp32 or wider.
 
-    ``window``: how far back causal attention reads. ``cap``: a score s becomes ``cap · tanh(s / cap)`` (Gemma 2).
-    Raises RuntimeError for ``flash`` where JAX's CUDA plugin is installed and cuDNN is not to be found.
+    ``window``: how far back causal attention reads. ``cap``: turns a score s into ``cap · tanh(s / cap)`` (Gemma 2).
+    Raises RuntimeError for ``flash`` if JAX's CUDA plugin is installed but cuDNN cannot be found.
     """
     assert window is None or causal, "windows are of causal attention"
     if window is not None and q.shape[1] <= window.size:
@@ -51,7 +53,7 @@ def attend(
         case "blocked":
             return blocked(q, k, v, causal, window=window, cap=cap)
         case "flash":
-            # cuDNN has no cap.
+            # cuDNN does not support a cap.
             if cap is not None or not (_takes(q) and _can_be_lowered_for_cuda()):
                 return blocked(q, k, v, causal, window=window, cap=cap)
             flash = partial(_flash_in_window, causal, window)
@@ -66,7 +68,8 @@ def plain(
     window: Window | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T heads d"]:
-    """The reference: every score ``[B, heads, T, T]`` exists, and is kept for the backward."""
+    """Computes attention in the reference form: all scores ``[B, heads, T, T]`` exist at once and are kept for the
+    backward pass."""
     return _attend_queries(q, k, v, jnp.zeros((), jnp.int32) if causal else None, window, cap)
 
 
@@ -79,16 +82,17 @@ def blocked(
     window: Window | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T heads d"]:
-    """`plain` for ``block`` queries after the other: scores ``[B, heads, block, T]`` exist for one block at a time."""
+    """Computes `plain` for ``block`` queries at a time: scores ``[B, heads, block, T]`` exist for one block only."""
     B, T, heads, d = q.shape
     block = min(block, T)
     n_blocks = -(-T // block)
-    # Cast per block from fp32, which changes nothing forward: the backward sums the blocks' gradients of k and v in
-    # the dtype in which they enter. In bf16 their rounding error, over that of the plain form, is 1.25 with any number
-    # of blocks; were they summed in bf16 it would be 1.5 with 8 blocks and 2.2 with 32.
+    # k and v enter in fp32 and are cast per block, which changes nothing in the forward pass. The backward pass sums
+    # the blocks' gradients of k and v in the dtype in which they enter. In bf16 their rounding error is 1.25 times that
+    # of the plain form with any number of blocks; summed in bf16 it would be 1.5 times with 8 blocks and 2.2 times with
+    # 32.
     wide_k, wide_v = wide(k), wide(v)
 
-    # A loop's body cannot be merged with its recomputation anyway; the barrier is for a block that stands alone.
+    # The body of a loop cannot be merged with its recomputation anyway; a single block needs the barrier.
     @partial(jax.checkpoint, prevent_cse=n_blocks == 1)
     def attend_block(wide_k: Array, wide_v: Array, queries: Array, first: Array) -> Array:
         keys, values = wide_k.astype(k.dtype), wide_v.astype(v.dtype)
@@ -96,7 +100,7 @@ def blocked(
 
     if n_blocks == 1:
         return attend_block(wide_k, wide_v, q, jnp.zeros((), jnp.int32))
-    # Queries beyond T read every key like the last one, and are cut off.
+    # Padding queries beyond T read every key, like the last query, and are cut off.
     padded = jnp.pad(q, ((0, 0), (0, n_blocks * block - T), (0, 0), (0, 0)))
     queries = padded.reshape(B, n_blocks, block, heads, d).swapaxes(0, 1)
     firsts = block * jnp.arange(n_blocks, dtype=jnp.int32)
@@ -112,9 +116,10 @@ def _attend_queries(
     window: Window | None,
     cap: float | None,
 ) -> Float[Array, "B Q heads d"]:
-    """Queries of the positions ``first, first + 1, …`` read the keys up to their own; with None, every key.
+    """Returns attention for the queries at positions ``first, first + 1, …``, which read the keys up to their own. With
+    ``first`` None they read every key.
 
-    `jax.nn.dot_product_attention` is the same but for float64, which it rounds to fp32 before the softmax.
+    `jax.nn.dot_product_attention` computes the same, except that it rounds float64 to fp32 before the softmax.
     """
     B, Q, heads, d = q.shape
     weights = _weights(q, k, first, window, cap).astype(v.dtype)
@@ -128,8 +133,8 @@ def pattern(
     window: Window | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B heads T T"]:
-    """How much of each position's value every position reads, in fp32 or wider: what `attend` multiplies the values by.
-    The last axis, of keys, adds up to 1."""
+    """Returns the attention weights, in fp32 or wider, by which `attend` multiplies the values. They add up to 1 over
+    the last axis, that of keys."""
     B, T, heads, _ = q.shape
     weights = _weights(q, k, jnp.zeros((), jnp.int32) if causal else None, window, cap)
     return weights.reshape(B, heads, T, T)
@@ -142,7 +147,7 @@ def _weights(
     window: Window | None,
     cap: float | None,
 ) -> Float[Array, "B kv_heads served Q T"]:
-    """The softmax of the scores, as of `_attend_queries`."""
+    """Returns the softmax of the scores; arguments as for `_attend_queries`."""
     B, Q, heads, d = q.shape
     groups = q.reshape(B, Q, k.shape[2], heads // k.shape[2], d)
     scores = jnp.einsum("BQkgd,BTkd->BkgQT", groups, k, preferred_element_type=wide(q).dtype) * d**-0.5
@@ -162,17 +167,17 @@ def _weights(
 
 
 def _takes(q: Float[Array, "B T heads d"]) -> bool:
-    """Whether cuDNN's kernel has heads like these, on any GPU since Ampere."""
+    """Returns whether cuDNN's kernel supports such heads, on any GPU since Ampere."""
     return q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
 
 
 class MissingCudnn(RuntimeError):
-    """There is JAX's CUDA plugin, but not the library that its attention kernel is taken from."""
+    """JAX's CUDA plugin is installed, but not the library that provides its attention kernel."""
 
 
 @cache
 def _can_be_lowered_for_cuda() -> bool:
-    """False where JAX has no CUDA plugin: it cannot even trace the kernel there, nor lower anything for a GPU."""
+    """Returns False if JAX has no CUDA plugin: it can then neither trace the kernel nor lower anything for a GPU."""
     heads = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
     try:
         jax.eval_shape(partial(_cudnn, False, None), heads, heads, heads)
@@ -186,21 +191,22 @@ def _can_be_lowered_for_cuda() -> bool:
 def _flash_in_window(causal: bool, window: Window | None, q: Array, k: Array, v: Array) -> Array:
     if window is None or window.applies is True:
         return _flash(causal, None if window is None else window.size, q, k, v)
-    # The kernel's window is part of the program: layers of both kinds in one scan choose between two kernels.
+    # The kernel's window is static, so a scan over layers with and without a window chooses between two kernels.
     inside, everywhere = partial(_flash, causal, window.size), partial(_flash, causal, None)
     out: Array = lax.cond(window.applies, inside, everywhere, q, k, v)
     return out
 
 
 def _cudnn(causal: bool, window: int | None, q: Array, k: Array, v: Array) -> Array:
-    # The window of a causal mask: so many keys before the query's own.
+    # The window of a causal mask counts the keys before the query's own.
     before = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal, local_window_size=before, implementation="cudnn")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _flash(causal: bool, window: int | None, q: Array, k: Array, v: Array) -> Array:
-    """`_cudnn`, under `jax.vmap` too whatever is mapped: its own rule takes for granted that everything is."""
+    """Calls `_cudnn`, also under `jax.vmap` with only some arrays mapped: the kernel's own rule assumes that all
+    are."""
     return _cudnn(causal, window, *_mapped_alike((q, k, v)))
 
 
@@ -218,7 +224,7 @@ _flash.defvjp(_flash_forward, _flash_backward)
 
 @jax.custom_batching.custom_vmap
 def _mapped_alike(arrays: Any) -> Any:
-    """The arrays as they are; under `jax.vmap`, if one is mapped all are."""
+    """Returns the arrays unchanged; under `jax.vmap`, all are mapped if one is."""
     return arrays
 
 

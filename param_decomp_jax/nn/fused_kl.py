@@ -1,4 +1,4 @@
-"""The KL of R1 without ever holding ``[tokens, vocab]``: by blocks of tokens, each with its gradient at once."""
+"""The KL of R1 in blocks of tokens, each with its gradient, so that ``[tokens, vocab]`` never exists as a whole."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,19 +13,21 @@ from param_decomp_jax.nn.numerics import kl_divergence
 from param_decomp_jax.sharding.mesh import constrain, join_blocks, split_blocks
 
 Head = jax.tree_util.Partial
-"""From ``[B, T, d]`` to ``[B, T, vocab]``: a function of the program and its arrays, which are frozen.
+"""A map from ``[B, T, d]`` to ``[B, T, vocab]``: a static function and its arrays, which are frozen.
 
-No closure: what a function with a derivative of its own closes over is lost where the KL is in a branch (A6).
+It is not a closure, because what a function with its own derivative closes over is lost if the KL is in a branch (A6).
 """
 
 
 def fused_kl(
     head: Head, clean: Float[Array, "B T d"], masked: Sequence[Float[Array, "B T d"]], n_blocks: int
 ) -> Float[Array, " streams"]:
-    """For each of ``masked``: mean over positions of KL(softmax(head(clean)) ‖ softmax(head(masked))), in nats.
+    """Returns, for each of ``masked``, the mean over positions of KL(softmax(head(clean)) ‖ softmax(head(masked))), in
+    nats.
 
-    Differentiable by ``masked``. The head is frozen, so their gradients are all that the backward pass needs: they are
-    made in the forward pass, block by block, and kept as ``[B, T, d]``. ``n_blocks`` divides T.
+    Differentiable with respect to ``masked``. The head is frozen, so the backward pass needs only the gradients of
+    ``masked``. They are computed in the forward pass, block by block, and kept as ``[B, T, d]``. ``n_blocks`` divides
+    T.
     """
     return _kl(n_blocks, head, clean, list(masked))
 
@@ -42,7 +44,7 @@ def _forward(n_blocks: int, head: Head, clean: Array, masked: list[Array]) -> tu
         return constrain(split_blocks(x, 1, n_blocks, "seq"), None, "batch")
 
     def block_kl(clean: Float[Array, "B t d"], masked: Sequence[Float[Array, "B t d"]]) -> list[tuple[Array, Array]]:
-        """By stream, its share of the mean and the gradient of that."""
+        """Returns, for each stream, the block's share of the mean and the gradient of that share."""
         logits = head(clean)
 
         def share(masked: Float[Array, "B t d"]) -> Float[Array, ""]:
@@ -56,7 +58,7 @@ def _forward(n_blocks: int, head: Head, clean: Array, masked: list[Array]) -> tu
 
 
 def _backward(n_blocks: int, gradients: list[Array], g: Float[Array, " streams"]) -> tuple[Any, Any, list[Array]]:
-    # Nothing goes to the head and to the clean pass: both are constant.
+    # The head and the clean pass are constant, so they get no gradient.
     return None, None, [(g[i] * gradient).astype(gradient.dtype) for i, gradient in enumerate(gradients)]
 
 

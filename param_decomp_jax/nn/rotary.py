@@ -14,20 +14,21 @@ from jaxtyping import Array, Float
 from param_decomp_jax.nn.numerics import wide
 
 Pairs = Literal["half", "adjacent"]
-"""Which dimensions of a head turn together: ``half``: i and i + d/2; ``adjacent``: 2i and 2i + 1."""
+"""Which dimensions of a head turn together: i and i + d/2 (``half``), or 2i and 2i + 1 (``adjacent``)."""
 
 
 def frequencies(head_dim: int, base: float) -> np.ndarray:
-    """``base^(−2i/d)`` for i = 0 … d/2 − 1, float64, in radians per position."""
+    """``base^(−2i/d)`` for i = 0 … d/2 − 1, in float64, in radians per position."""
     return base ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
 def rotate(
     x: Float[Array, "B T heads d"], per_position: np.ndarray, pairs: Pairs = "half", factor: float = 1.0
 ) -> Float[Array, "B T heads d"]:
-    """Turns positions 0 … T − 1 by ``position · per_position``, computed in fp32, given in x's dtype.
+    """Rotates positions 0 … T − 1 by ``position · per_position``. Computed in fp32, returned in the dtype of x.
 
-    ``per_position``: ``[r/2]``, of the first r dimensions of a head; the others stay. ``factor`` multiplies what turns.
+    ``per_position``: ``[r/2]`` angles for the first r dimensions of a head; the other dimensions stay as they are.
+    ``factor``: multiplies the rotated dimensions.
     """
     r = 2 * len(per_position)
     angles = np.arange(x.shape[1])[:, None] * per_position[None, :]
@@ -58,7 +59,8 @@ class Llama3Scaling:
     rope_type: Literal["llama3"] = "llama3"
 
     def scaled(self, plain: np.ndarray, base: float) -> np.ndarray:
-        # Turns over the original context: many turns stay as they are, few are stretched by `factor`, smooth between.
+        # Frequencies with many turns over the original context stay, those with few are divided by `factor`, and those
+        # between are interpolated.
         turns = self.original_max_position_embeddings * plain / (2 * np.pi)
         keep = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         return keep * plain + (1 - keep) * plain / self.factor
@@ -85,10 +87,10 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023): slow frequencies divided by ``factor``, fast ones as they are, a ramp between them.
+    """YaRN (Peng et al. 2023): slow frequencies are divided by ``factor``, fast ones stay, with a ramp between them.
 
-    ``beta_fast``, ``beta_slow``: turns over the original context at which the ramp begins and ends. ``truncate``: its
-    ends are rounded to whole dimensions. ``attention_factor``: multiplies queries and keys.
+    ``beta_fast``, ``beta_slow``: turns over the original context at which the ramp begins and ends. ``truncate``:
+    whether the ends are rounded to whole dimensions. ``attention_factor``: multiplies queries and keys.
     """
 
     factor: float
@@ -111,7 +113,8 @@ class YarnScaling:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * n - 1)
-        # With a small base the end can lie before the beginning: a ramp of the other slope, as in transformers.
+        # With a small base the end can lie before the beginning. The ramp then has the opposite slope, as in
+        # transformers.
         ramp = np.clip((np.arange(n) - low) / ((high - low) or 0.001), 0.0, 1.0)
         return ramp * plain / self.factor + (1 - ramp) * plain
 

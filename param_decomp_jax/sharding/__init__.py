@@ -18,7 +18,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # On demand: configurations are read with memory policies, without JAX.
+    # Imported on demand, because configurations with memory policies are read without JAX.
     if name in __all__:
         from param_decomp_jax.sharding import mesh, placement
 

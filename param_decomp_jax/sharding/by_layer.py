@@ -1,6 +1,6 @@
 """Arrays with a leading layer axis that are kept as one array for each layer.
 
-A layer that is written out then reads its own array. A row of a stacked one XLA would copy first.
+An unrolled layer then reads its own array; XLA would copy a row of a stacked array first.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 
 class ByLayer(eqx.Module):
-    """``[layers, …]`` as arrays ``[…]``, or whatever describes them: shapes, shardings."""
+    """An array ``[layers, …]`` kept as one ``[…]`` per layer, or what describes such arrays: shapes, shardings."""
 
     layers: tuple[Any, ...]
 
@@ -38,7 +38,7 @@ class ByLayer(eqx.Module):
 class SomeLayers:
     """The layers ``first .. stop - 1`` of arrays with a leading layer axis: a tree, or a part of one.
 
-    A loop over them indexes the arrays. Were they sliced before, the slice would be a copy.
+    A loop over them indexes the arrays, because a slice taken beforehand would be a copy.
     """
 
     arrays: Any
@@ -47,22 +47,22 @@ class SomeLayers:
 
 
 def is_by_layer(x: Any) -> bool:
-    """For `jax.tree.map` over trees with `ByLayer` in place of arrays."""
+    """Returns whether ``x`` is a `ByLayer`: the ``is_leaf`` for trees with `ByLayer` in place of arrays."""
     return isinstance(x, ByLayer)
 
 
 def _is_kept(x: Any) -> bool:
-    """Whether ``x`` stands in place of a plain array, or of a tree of them."""
+    """Returns whether ``x`` stands for a plain array, or for a tree of them."""
     return isinstance(x, ByLayer | SomeLayers)
 
 
 def layers_of(tree: Any, layers: slice) -> Any:
-    """Some layers of arrays that have a leading layer axis."""
+    """Returns some layers of arrays that have a leading layer axis."""
     return jax.tree.map(lambda x: x[layers], tree, is_leaf=is_by_layer)
 
 
 def one_layer(tree: Any, layer: int) -> Any:
-    """One layer of arrays that have a leading layer axis, without it."""
+    """Returns one layer of arrays that have a leading layer axis, without that axis."""
 
     def take(x: Any) -> Any:
         if isinstance(x, SomeLayers):
@@ -73,13 +73,13 @@ def one_layer(tree: Any, layer: int) -> Any:
 
 
 def n_layers(tree: Any) -> int:
-    """The length of the leading axis, which all arrays of ``tree`` share."""
+    """Returns the length of the leading axis, which all arrays of ``tree`` share."""
     first = jax.tree.leaves(tree, is_leaf=_is_kept)[0]
     return first.stop - first.first if isinstance(first, SomeLayers) else int(first.shape[0])
 
 
 def stacked(tree: Any) -> Any:
-    """``tree`` with plain arrays; with several layers, they are copied."""
+    """Returns ``tree`` with plain arrays; several layers are copied."""
 
     def stack(x: Any) -> Any:
         if isinstance(x, SomeLayers):
@@ -92,7 +92,7 @@ def stacked(tree: Any) -> Any:
 
 
 def scanned(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """What a loop over the layers of ``tree`` goes over, and a function from one element of that to the layer.
+    """Returns what a loop over the layers of ``tree`` runs over, and a function from one of its elements to the layer.
 
     A `SomeLayers` is indexed in the loop.
     """

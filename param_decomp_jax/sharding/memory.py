@@ -1,6 +1,7 @@
-"""The memory policy: how a step is laid out in time and space so that it needs less memory, with the same numbers.
+"""The memory policy: how a step is arranged in time and space to need less memory, with the same numbers.
 
-`sharding/remat.py` and `method/offload.py` carry it out. This file needs no JAX: configurations are read with it.
+`sharding/remat.py` and `method/offload.py` carry it out. This file does without JAX, because configurations are read
+with it.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ INTERMEDIATES: dict[Intermediate, str] = {
     "vocabulary": "logits over the vocabulary; recomputed: the fused KL, by blocks of tokens",
     "deltas": "W - VU of every site, split over the devices, where layers are recomputed; of the faithfulness loss",
 }
-"""What a policy saves for the backward pass, sends to the host's pinned memory until then, or recomputes."""
+"""Intermediates that a policy saves for the backward pass, keeps in pinned host memory until then, or recomputes."""
 
 OFFLOADABLE: frozenset[Intermediate] = frozenset({"attention", "site_outputs", "attack_outputs"})
 """Intermediates that can wait in pinned host memory."""
@@ -32,8 +33,8 @@ Attention = Literal["plain", "blocked", "flash"]
 
 ``blocked``: the scores of one block of queries at a time, recomputed in the backward pass.
 
-``flash``: cuDNN's kernel where the program is lowered for an NVIDIA GPU and the kernel takes such heads (bf16 or fp16;
-8, 16, … 128 dimensions), blocked otherwise.
+``flash``: cuDNN's kernel, if the program is lowered for an NVIDIA GPU and the kernel supports the heads (bf16 or fp16;
+8, 16, … 128 dimensions); ``blocked`` otherwise.
 """
 
 StatePart = Literal["components_moments", "ci_moments", "sources_moments"]
@@ -55,7 +56,8 @@ HELD_GROUPS: dict[HeldGroup, str] = {
     "target": "the frozen network; held for good, not for a step",
     "sources": "sources that all rows of the batch share, of persistent and fresh attacks; held for an ascent",
 }
-"""The matrices of which a copy can be held, so that it need not be gathered from all devices wherever it is used."""
+"""Groups of matrices of which a copy can be held, so that they are not gathered from all devices wherever they are
+used."""
 
 HeldBy = Literal["node", "device"]
 """``node``: each node has a whole copy, split over its devices. ``device``: each device has one."""
@@ -66,22 +68,23 @@ _COMBINED = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """Choices that may change memory and time, never a number beyond floating-point reassociation.
+    """Choices that may change memory and time, but numbers only by floating-point reassociation.
 
-    ``save``, ``offload``: what is kept of `INTERMEDIATES` on the device and in pinned host memory; the rest is
-    recomputed. ``layers``: one scanned body for alike layers, or the layers written out one after the other.
-    ``layer_group``: layers per outer step of a nested scan that keeps only one input per group (√n checkpointing).
-    ``component_block``, ``token_block``: components and tokens that a site works on at once; ``vocabulary_block``:
-    tokens that the fused KL works on at once; all of them counted over all devices. ``attention``: see
-    `attention.py`. ``micro_batches``: parts of the batch, one after the other. ``donate``: the step reuses the buffers
-    of the state it is given. ``xla_remat``: XLA may recompute more by itself where it sees a limit ahead.
+    ``save``, ``offload``: which of `INTERMEDIATES` are kept on the device and in pinned host memory; the others are
+    recomputed. ``layers``: one scanned body for layers of one form, or unrolled layers. ``layer_group``: layers per
+    outer step of a nested scan that keeps only one input per group (√n checkpointing). ``component_block``,
+    ``token_block``: how many components and tokens a site processes at once. ``vocabulary_block``: how many tokens the
+    fused KL processes at once. All three are counted over all devices. ``attention``: see `attention.py`.
+    ``micro_batches``: the number of parts of the batch that run in sequence. ``donate``: whether the step reuses the
+    buffers of the state that it is given. ``xla_remat``: whether XLA may recompute more by itself when memory runs
+    short.
 
-    ``held``: of which of `HELD_GROUPS` a copy is held for a step, in the dtype of products, and by what.
-    ``collective_mib``: what devices send each other at the same point of a program goes as one collective operation of
-    up to so many MiB; None: as XLA has it, 30.
+    ``held``: which of `HELD_GROUPS` have a copy held for a step, in the dtype of products, and by what.
+    ``collective_mib``: transfers between devices at one point of a program are combined into collective operations of
+    up to this many MiB; None leaves XLA's default of 30.
 
-    ``offload_state``: which of `STATE_PARTS` lie in pinned host memory and are brought in for their update alone.
-    ``state_dtypes``: in what they are kept, fp32 where nothing is said; the one choice here that rounds numbers.
+    ``offload_state``: which of `STATE_PARTS` lie in pinned host memory and are fetched only for their update.
+    ``state_dtypes``: the dtypes of `STATE_PARTS`, fp32 if not given. This is the only choice here that rounds numbers.
     """
 
     save: frozenset[Intermediate] = frozenset(INTERMEDIATES)
@@ -106,19 +109,20 @@ class MemoryPolicy:
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
-        """Options for XLA when the step is compiled. Those of GPUs are taken, and do nothing, where there are none."""
+        """Returns XLA's options for compiling the step. Options for GPUs are accepted without a GPU and do nothing
+        there."""
         options: dict[str, str | bool] = {}
         if not self.xla_remat:
             options["xla_disable_hlo_passes"] = "rematerialization"
         if self.collective_mib is not None:
             most = str(self.collective_mib * 2**20)
             options |= {f"xla_gpu_{kind}_combine_threshold_bytes": most for kind in _COMBINED}
-            # Else only arrays that are split along axes of the same number would go together: V, but not U.
+            # Otherwise XLA combines only arrays that are split along the same axis number: V, but not U.
             options |= {f"xla_gpu_enable_{kind}_combine_by_dim": False for kind in _COMBINED if kind != "all_reduce"}
         return options
 
     def held_by(self, group: HeldGroup) -> HeldBy | None:
-        """What holds a copy of this group during a step; None: nothing does."""
+        """Returns what holds a copy of this group during a step; None if nothing does."""
         held = dict(self.held)
         return held.get("heads", held.get("ci")) if group == "heads" else held.get(group)
 
@@ -126,9 +130,8 @@ class MemoryPolicy:
         return name not in self.save and name not in self.offload
 
     def writes_out_ascents(self, n: int) -> bool:
-        """Whether ``n`` ascents of an attack are written out one after the other, as the layers are: what they have in
-        common, the first live layer up to its masks, is then computed once in a step. Many would take long to
-        compile."""
+        """Returns whether ``n`` ascents of an attack are unrolled, as the layers are. What they have in common, the
+        first live layer up to its masks, is then computed once per step. Many ascents would take long to compile."""
         return self.layers == "unroll" and not self.recomputes("layers") and n <= 4
 
 
@@ -138,7 +141,7 @@ PLAIN = MemoryPolicy()
 ONE_CARD = MemoryPolicy(
     layers="unroll", vocabulary_block=1 << 11, attention="flash", xla_remat=False, held=(("components", "device"),)
 )
-"""Everything saved, for the fastest step on one card: nothing is recomputed but inside attention."""
+"""Everything saved, for the fastest step on one card: only attention recomputes anything."""
 
 BALANCED = MemoryPolicy(
     save=frozenset({"attention", "site_outputs", "attack_outputs", "deltas"}),
@@ -147,7 +150,7 @@ BALANCED = MemoryPolicy(
     attention="flash",
     xla_remat=False,
 )
-"""Nothing of the size [tokens, C] is kept; what a layer is left with after its sites is."""
+"""Nothing of the size [tokens, C] is kept, only what remains of a layer without its sites."""
 
 LEAN = MemoryPolicy(
     save=frozenset({"attack_outputs", "deltas"}),
@@ -157,7 +160,7 @@ LEAN = MemoryPolicy(
     attention="flash",
     xla_remat=False,
 )
-"""As little as possible is kept."""
+"""As little as possible kept."""
 
 FAST = MemoryPolicy(
     save=frozenset({"attention", "site_outputs", "attack_outputs", "deltas"}),
@@ -167,7 +170,8 @@ FAST = MemoryPolicy(
     held=(("ci", "device"), ("components", "device"), ("sources", "device"), ("target", "device")),
     collective_mib=1 << 12,
 )
-"""Every device has whole copies of what it multiplies by: memory for gathers. Nothing is cut into blocks but the KL."""
+"""Every device has whole copies of the matrices it multiplies by, which trades memory for fewer gathers. Only the KL is
+computed in blocks."""
 
 PUBLISHED = MemoryPolicy(save=frozenset({"logits", "site_inputs", "ci", "vocabulary"}), layers="unroll", donate=False)
 """The published step: layers unrolled and recomputed, every site's tensors alive together, no donation."""

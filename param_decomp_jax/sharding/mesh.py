@@ -1,7 +1,7 @@
-"""The mesh, the one table from logical axes to mesh axes, and what follows from it for an array.
+"""The mesh, the single table from logical axes to mesh axes, and how arrays are split by it.
 
-Code elsewhere names logical axes. Inside a jitted function the mesh is the one of ``jax.set_mesh``; without one, and
-along mesh axes of size 1, everything here does nothing.
+Code elsewhere names logical axes only. Inside a jitted function, the mesh is that of ``jax.set_mesh``. Without a mesh,
+and along mesh axes of size 1, everything here does nothing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +23,13 @@ AXES = ("replica", "nodes", "fsdp", "tensor")
 """``nodes`` and ``fsdp`` are the two levels of what users call fsdp: between nodes and within one."""
 
 RULES: dict[str, tuple[str, ...]] = {
-    # The nodes come after the devices of a node, here because they do below: where the two differ, XLA makes an
-    # all-reduce of what could be a reduce-scatter.
+    # The nodes come after the devices of a node because they do so below. If the two differed, XLA would use an
+    # all-reduce where a reduce-scatter is enough.
     "batch": ("replica", "fsdp", "nodes"),
     "batch_everywhere": ("replica", "fsdp", "nodes"),
     # At rest everything is split over all devices of a replica: components by component, other matrices by the axis
-    # that is named so in their description. The nodes come last, so that a device's part of what its node holds is made
-    # of the parts that the same device of every node has at rest: to collect it, data moves between nodes only.
+    # that their description calls "split". The nodes come last. So a device's part of what its node holds consists of
+    # the parts that the same device of every node has at rest, and collecting it moves data between nodes only.
     "component": ("tensor", "fsdp", "nodes"),
     "split": ("tensor", "fsdp", "nodes"),
     # Held for a step by every node, split over its devices.
@@ -37,12 +37,13 @@ RULES: dict[str, tuple[str, ...]] = {
     "split_of_node": ("tensor", "fsdp"),
     # While a site is computed its components are split over the tensor axis alone: activations travel, not weights.
     "component_in_use": ("tensor",),
-    # Of an array of matrices: whole ones, some of them on each device of a replica, or on each device of all. The
-    # replicas come last, so that what they have of the first is collected within the place of a device.
+    # Arrays of matrices are split into whole matrices, over the devices of a replica or over all devices. The replicas
+    # come last, so that a device's part of the first split is collected from the same device of every replica.
     "matrix_of_replica": ("tensor", "fsdp", "nodes"),
     "matrix": ("tensor", "fsdp", "nodes", "replica"),
 }
-"""Logical axis to mesh axes. A logical axis that is not here is not split; changing strategy is changing this table."""
+"""Logical axis to mesh axes. A logical axis that is missing here is not split. To change the strategy, change this
+table."""
 
 IN_USE: dict[str, str | None] = {
     "component": "component_in_use",
@@ -51,23 +52,23 @@ IN_USE: dict[str, str | None] = {
     "split_of_node": None,
     "batch_everywhere": None,
 }
-"""What a logical axis becomes where its array is multiplied; others stay."""
+"""The logical axes that change where an array is multiplied, and what they become."""
 
 HELD: dict[HeldBy, dict[str, str | None]] = {
     "node": {"component": "component_of_node", "split": "split_of_node"},
     "device": {"component": "component_in_use", "split": None},
 }
-"""What a logical axis becomes in a copy that is held for a step; others stay."""
+"""The logical axes that change in a copy that is held for a step, and what they become."""
 
 
 AnyMesh = Mesh | AbstractMesh
-"""A mesh of devices or an abstract one; shardings are the same on both."""
+"""A mesh of devices, or an abstract one; both give the same shardings."""
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Sizes of the mesh; replica × fsdp × tensor is the number of devices. ``nodes``: into how many equal parts, each
-    within a node, the fsdp axis is divided; 1 where no difference is made."""
+    """The sizes of the mesh; replica × fsdp × tensor is the number of devices. ``nodes``: the number of equal parts of
+    the fsdp axis, each within a node; 1 if nodes are not told apart."""
 
     replica: int = 1
     fsdp: int = 1
@@ -80,7 +81,7 @@ class MeshShape:
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh over the first ``shape.n_devices`` devices."""
+    """Returns a mesh over the first ``shape.n_devices`` devices."""
     devices = list(jax.devices() if devices is None else devices)[: shape.n_devices]
     assert len(devices) == shape.n_devices, f"{shape} needs {shape.n_devices} devices, there are {len(devices)}"
     assert shape.fsdp % shape.nodes == 0, f"{shape}: nodes do not divide fsdp"
@@ -90,32 +91,32 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
 
 @dataclass(frozen=True)
 class Axes:
-    """Logical names of an array's axes at rest. ``product``: it goes into matrix products, so it is cast before it is
-    gathered (N1). A leaf of the trees that describe trees of arrays."""
+    """The logical names of an array's axes at rest. ``product``: whether the array enters matrix products, so that it
+    is cast before it is gathered (N1). An `Axes` is a leaf in the trees that describe trees of arrays."""
 
     names: tuple[str | None, ...]
     product: bool = False
 
     @property
     def in_use(self) -> tuple[str | None, ...]:
-        """The same where it is multiplied."""
+        """The names of the axes where the array is multiplied."""
         return tuple(IN_USE.get(name, name) if name else None for name in self.names)
 
     def held(self, by: HeldBy | None) -> "Axes":
-        """The axes of the copy that is held for a step; without a copy (None), those at rest."""
+        """Returns the axes of the copy that is held for a step; without a copy (None), those at rest."""
         names = HELD[by] if by else {}
         return Axes(tuple(names.get(name, name) if name else None for name in self.names), self.product)
 
     def under(self, name: str | None = None) -> "Axes":
-        """With one more axis in front."""
+        """Returns the axes with one more in front."""
         return Axes((name, *self.names), self.product)
 
     def below(self) -> "Axes":
-        """Without the first axis."""
+        """Returns the axes without the first one."""
         return Axes(self.names[1:], self.product)
 
     def at(self, name: str) -> int | None:
-        """Number of the axis of this name, at rest or in use."""
+        """Returns the number of the axis of this name, at rest or in use; None if there is none."""
         wanted = IN_USE.get(name, name)
         return self.in_use.index(wanted) if wanted in self.in_use else None
 
@@ -125,7 +126,8 @@ def _sizes(mesh: Any) -> Mapping[str, int]:
 
 
 def physical(name: str | None, size: int, mesh: Any) -> tuple[str, ...]:
-    """Mesh axes over which an axis of this name and size is split, without those of size 1 or that do not divide."""
+    """Returns the mesh axes over which an axis of this name and size is split, without those of size 1 or that do not
+    divide it."""
     chosen: tuple[str, ...] = ()
     parts = 1
     sizes = _sizes(mesh)
@@ -137,7 +139,7 @@ def physical(name: str | None, size: int, mesh: Any) -> tuple[str, ...]:
 
 
 def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any) -> PartitionSpec:
-    """How an array of this shape is split; ``names`` may be fewer than its axes."""
+    """Returns how an array of this shape is split; there may be fewer ``names`` than axes."""
     per_axis = [physical(name, size, mesh) or None for name, size in zip(names, shape, strict=False)]
     while per_axis and per_axis[-1] is None:
         per_axis.pop()
@@ -145,29 +147,29 @@ def spec(shape: Sequence[int], names: Sequence[str | None], mesh: Any) -> Partit
 
 
 def sharding(mesh: AnyMesh, shape: Sequence[int], names: Sequence[str | None]) -> NamedSharding:
-    """Sharding of an array of this shape whose (leading) axes have these logical names."""
+    """Returns the sharding of an array of this shape whose (leading) axes have these logical names."""
     return NamedSharding(mesh, spec(shape, names, mesh))
 
 
 def whole(mesh: AnyMesh) -> NamedSharding:
-    """Every device holds all of it."""
+    """Returns the sharding in which every device holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def n_devices() -> int:
-    """Devices of the mesh in force; 1 without one."""
+    """Returns the number of devices of the current mesh; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else prod(_sizes(mesh).values())
 
 
 def n_parts(name: str, size: int) -> int:
-    """Into how many parts the mesh in force splits an axis."""
+    """Returns the number of parts into which the current mesh splits an axis."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else prod(_sizes(mesh)[axis] for axis in physical(name, size, mesh))
 
 
 def constrain(x: Array, *names: str | None) -> Array:
-    """``x`` with the sharding of its logical axes; ``x`` itself without a mesh, or where they split nothing."""
+    """Returns ``x`` with the sharding of its logical axes; ``x`` itself without a mesh, or if they split nothing."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -177,14 +179,14 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def _collect(x: Array, axes: Axes, to: Axes) -> Array:
-    """``x``, split as ``axes``, laid out as ``to``: between the nodes first, where the links are slow, so that each
-    part crosses them once, then within them."""
+    """Returns ``x``, which is split as ``axes``, laid out as ``to``. It is collected between the nodes first, where
+    links are slow, so that each part crosses them once, then within the nodes."""
     return pin(pin(x, axes.held("node")), to)
 
 
 def pin(x: Array, axes: Axes) -> Array:
-    """``x`` where ``axes`` has it, said even where it is whole on each device: XLA may else have each of them compute
-    with a part, and gather."""
+    """Returns ``x`` constrained to ``axes``, even if it is whole on each device: otherwise XLA may let each device
+    compute with a part, and gather."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
@@ -192,9 +194,9 @@ def pin(x: Array, axes: Axes) -> Array:
 
 
 class Held(eqx.Module):
-    """An array at rest, or a slice of it, with the copy that is used in its place for a step (see `hold`).
+    """An array at rest, or a slice of it, together with the copy that is used in its place for a step (see `hold`).
 
-    ``rest`` is what gradients go to, and is not read. ``copy`` is constant.
+    ``rest`` receives the gradients and is not read. ``copy`` is constant.
     """
 
     rest: Array
@@ -214,7 +216,7 @@ class Held(eqx.Module):
         return self.copy.dtype
 
     def of_both(self, function: Callable[[Any], Any]) -> "Held":
-        """``function`` of what rests and of the copy."""
+        """Applies ``function`` to the array at rest and to the copy."""
         return Held(function(self.rest), function(self.copy), self.by)
 
     def __getitem__(self, index: Any) -> "Held":
@@ -225,16 +227,17 @@ class Held(eqx.Module):
 
 
 def is_held(x: Any) -> bool:
-    """For `jax.tree.map` over trees with `Held` in place of arrays."""
+    """Returns whether ``x`` is a `Held`: the ``is_leaf`` for trees with `Held` in place of arrays."""
     return isinstance(x, Held)
 
 
 def hold(tree: Any, axes: Any, by: HeldBy | None, dtype: Any) -> Any:
-    """Copies of the arrays of ``tree`` that are split at rest, as they are held for a step; None for the others, and
-    nothing but None where ``by`` is None. Arrays that enter products are cast to ``dtype`` first (N1). A device that
-    has all of an array holds a copy for that alone.
+    """Returns copies of the arrays of ``tree`` that are split at rest, as they are held for a step, and None for the
+    others. All are None if ``by`` is None. Arrays that enter products are cast to ``dtype`` first (N1). A device that
+    has the whole array holds a copy only if the cast changes its dtype.
 
-    The copies are constant: `held` says whose gradients are taken. ``axes`` has the structure of ``tree``.
+    The copies are constant: `held` pairs them with the arrays that receive the gradients. ``axes`` has the structure of
+    ``tree``.
     """
 
     def hold_leaf(a: Axes, x: Array) -> Array | None:
@@ -247,12 +250,12 @@ def hold(tree: Any, axes: Any, by: HeldBy | None, dtype: Any) -> Any:
         return _collect(constrain(cast, *a.names), a, a.held(by))
 
     copies = jax.tree.map(hold_leaf, axes, tree, is_leaf=is_axes)
-    # Pinned: else XLA may move the gathers to where the copies are used, into loops and what is recomputed.
+    # Without the barrier XLA may move the gathers to where the copies are used: into loops and recomputations.
     return jax.lax.optimization_barrier(copies) if jax.tree.leaves(copies) else copies
 
 
 def held(tree: Any, copies: Any, by: HeldBy | None) -> Any:
-    """``tree`` with `Held` in place of the arrays that have a copy."""
+    """Returns ``tree`` with `Held` in place of the arrays that have a copy."""
     if by is None:
         return tree
     attach = lambda x, copy: x if copy is None else Held(x, copy, by)  # noqa: E731
@@ -260,12 +263,13 @@ def held(tree: Any, copies: Any, by: HeldBy | None) -> Any:
 
 
 def rows_at_rest(tree: Any, rows: slice) -> Any:
-    """Some rows of stacked arrays, without copies: slices of these would be further copies (see `with_row`)."""
+    """Returns some rows of stacked arrays, without held copies: slices of those would be further copies (see
+    `with_row`)."""
     return jax.tree.map(lambda x: x[rows], at_rest(tree))
 
 
 def with_row(slice_: Any, tree: Any, row: Int[Array, ""]) -> Any:
-    """``slice_``, one row of `rows_at_rest`, with that row of the copies in the stacked ``tree``."""
+    """Returns ``slice_``, one row of `rows_at_rest`, with the same row of the copies in the stacked ``tree``."""
 
     def attach(x: Any, own: Array) -> Any:
         if not isinstance(x, Held):
@@ -276,14 +280,14 @@ def with_row(slice_: Any, tree: Any, row: Int[Array, ""]) -> Any:
 
 
 def at_rest(tree: Any) -> Any:
-    """``tree`` without copies."""
+    """Returns ``tree`` without held copies."""
     return jax.tree.map(lambda x: x.rest if is_held(x) else x, tree, is_leaf=is_held)
 
 
 def gather(x: Array | Held, axes: Axes, dtype: Any) -> Array:
-    """``x`` as it is multiplied: cast to ``dtype`` if it enters products, then gathered.
+    """Returns ``x`` as it is multiplied: cast to ``dtype`` if it enters products, then gathered.
 
-    The gradient goes back cast to the master's dtype and split as the master is: a reduce-scatter.
+    Its gradient is split as the master is, by a reduce-scatter, and cast to the master's dtype.
     """
     if isinstance(x, Held):
         used = gather(x.copy, axes.held(x.by), dtype)
@@ -303,7 +307,7 @@ def _gather(x: Array, axes: Axes, dtype: Any) -> Array:
 
 def _gather_forward(x: Array, axes: Axes, dtype: Any) -> tuple[Array, Array]:
     mesh = jax.sharding.get_abstract_mesh()
-    # Pinned before and after: XLA would else gather the fp32 master and cast the whole of it.
+    # Constrained before and after the gather, because XLA could otherwise gather the fp32 master and cast all of it.
     at_rest = constrain(x.astype(dtype), *axes.names)
     used = jax.lax.with_sharding_constraint(at_rest, spec(x.shape, axes.in_use, mesh))
     return used, jnp.zeros((0,), x.dtype)
@@ -315,8 +319,8 @@ def _gather_backward(axes: Axes, dtype: Any, master: Array, g: Array) -> tuple[A
         return (g.astype(master.dtype),)
     sizes = _sizes(mesh)
     if sizes["tensor"] > 1 and sum(sizes[axis] > 1 for axis in RULES["batch"]) > 1:
-        # With tensor and two axes of the batch above 1, XLA (JAX 0.10.2, both partitioners) gives the rows of a batched
-        # product over split rows in a wrong order where its result is to be split over tensor and fsdp at once.
+        # With tensor and two axes of the batch above 1, XLA (JAX 0.10.2, both partitioners) returns the rows of a
+        # batched product over split rows in the wrong order if its result is split over tensor and fsdp at once.
         g = jax.lax.with_sharding_constraint(g, spec(g.shape, axes.in_use, mesh))
     return (constrain(constrain(g, *axes.names).astype(master.dtype), *axes.names),)
 
@@ -326,7 +330,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _in_place_of(rest: Array, used: Array, axes: Axes) -> Array:
-    """``used``, whose gradient goes to ``rest`` as that of `gather` does."""
+    """Returns ``used``, with its gradient passed on to ``rest`` as `gather` does."""
     return used
 
 
@@ -337,8 +341,8 @@ _in_place_of.defvjp(
 
 
 def cast_tree(tree: Any, axes: Any, dtype: Any) -> Any:
-    """Arrays that enter products cast to ``dtype``, where they lie: what a scan slices, and what it adds up in its
-    backward, is then no wider than the products that come of it. ``axes`` has the structure of ``tree``."""
+    """Casts the arrays that enter products to ``dtype`` in place. What a scan slices, and what it adds up in its
+    backward pass, is then no wider than the products. ``axes`` has the structure of ``tree``."""
 
     def cast(a: Axes, x: Any) -> Any:
         if isinstance(x, Held):
@@ -350,7 +354,7 @@ def cast_tree(tree: Any, axes: Any, dtype: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def scatter(x: Array, axes: Axes) -> Array:
-    """``x``, a product over a split axis, summed over the devices and split as ``axes``: a reduce-scatter.
+    """Sums ``x``, a product over a split axis, over the devices and splits it as ``axes``: a reduce-scatter.
 
     The gradient is gathered, so that the products before it stay where their factors lie.
     """
@@ -358,7 +362,7 @@ def scatter(x: Array, axes: Axes) -> Array:
 
 
 def gather_scattered(g: Array, axes: Axes) -> Array:
-    """``g``, split as ``axes``, as the products need it whose sum was scattered so."""
+    """Gathers ``g``, which is split as ``axes``, for the backward pass of the products whose sum `scatter` returned."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or spec(g.shape, axes.names, mesh) == spec(g.shape, axes.in_use, mesh):
         return g
@@ -369,22 +373,22 @@ scatter.defvjp(lambda x, axes: (scatter(x, axes), None), lambda axes, _, g: (gat
 
 
 def gather_tree(tree: Any, axes: Any, dtype: Any) -> Any:
-    """`gather` for every array of ``tree``; ``axes`` has its structure."""
+    """Calls `gather` for every array of ``tree``; ``axes`` has the same structure."""
     return jax.tree.map(lambda a, x: gather(x, a, dtype), axes, tree, is_leaf=is_axes)
 
 
 def held_axes(axes: Any, by: HeldBy | None) -> Any:
-    """A tree of `Axes`, as held."""
+    """Returns a tree of `Axes` as they are held."""
     return jax.tree.map(lambda a: a.held(by), axes, is_leaf=is_axes)
 
 
 def is_axes(x: Any) -> bool:
-    """For `jax.tree.map` over trees of `Axes`."""
+    """Returns whether ``x`` is an `Axes`: the ``is_leaf`` for trees of `Axes`."""
     return isinstance(x, Axes)
 
 
 def replace_fields(module: Any, **fields: Any) -> Any:
-    """``module`` with other values in these fields, whatever they are: axes, shardings, shapes, nothing.
+    """Returns ``module`` with other values in these fields, of any type: axes, shardings, shapes, None.
 
     Unlike `dataclasses.replace` it does not go through the constructor, whose annotations are of arrays.
     """
@@ -400,8 +404,8 @@ def replace_fields(module: Any, **fields: Any) -> Any:
 
 
 def by_node(*arrays: Array) -> tuple[Array, ...] | None:
-    """Arrays ``[B, …]`` as ``[devices, nodes, rows, …]``, the second axis over the nodes of the mesh; None where it has
-    one, or its devices do not divide B."""
+    """Reshapes arrays ``[B, …]`` to ``[devices, nodes, rows, …]``, with the second axis over the nodes of the mesh.
+    Returns None if the mesh has one node, or if its devices do not divide B."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {} if mesh.empty else _sizes(mesh)
     nodes = sizes.get("nodes", 1)
@@ -413,14 +417,14 @@ def by_node(*arrays: Array) -> tuple[Array, ...] | None:
 
 
 def sum_over_nodes(x: Array) -> Array:
-    """The sum, in the dtype of ``x``, over its first axis, of which each node has its own part.
+    """Returns the sum of ``x`` over its first axis, of which each node has its own part, in the dtype of ``x``.
 
-    A product over the rows of `by_node` then becomes a reduce-scatter over the devices of each node and one over the
-    nodes, each of what the first one has left.
+    A product over the rows of `by_node` then becomes a reduce-scatter over the devices of each node, followed by one
+    over the nodes of the results.
     """
     anywhere = PartitionSpec.UNCONSTRAINED
     x = jax.lax.with_sharding_constraint(x, PartitionSpec("nodes", *(anywhere,) * (x.ndim - 1)))
-    # Not `jnp.sum`, which would have fp32 sent.
+    # `jnp.sum` would send fp32 between devices.
     return jax.lax.reduce(x, jnp.zeros((), x.dtype), jax.lax.add, (0,))
 
 
@@ -428,7 +432,7 @@ def sum_over_nodes(x: Array) -> Array:
 
 
 def split_blocks(x: Array, axis: int, n_blocks: int, name: str) -> Array:
-    """``[..., size, ...]`` to ``[n_blocks, ..., size / n_blocks, ...]``, and nothing moves between devices.
+    """Reshapes ``[..., size, ...]`` to ``[n_blocks, ..., size / n_blocks, ...]`` without moving data between devices.
 
     With the axis split over n devices, block j has the elements ``d · size/n + j · b + i`` for every device d and
     every i below b = size / (n · n_blocks).
@@ -445,7 +449,7 @@ def split_blocks(x: Array, axis: int, n_blocks: int, name: str) -> Array:
 
 
 def join_blocks(blocks: Array, axis: int, name: str) -> Array:
-    """The inverse of `split_blocks`: the array whose blocks these are."""
+    """Inverts `split_blocks`: returns the array whose blocks these are."""
     n_blocks, size = blocks.shape[0], blocks.shape[0] * blocks.shape[axis + 1]
     parts = n_parts(name, size)
     x = blocks.reshape(n_blocks, *blocks.shape[1 : axis + 1], parts, -1, *blocks.shape[axis + 2 :])
@@ -454,9 +458,9 @@ def join_blocks(blocks: Array, axis: int, name: str) -> Array:
 
 
 def fitting_blocks(size: int, largest: int | None, name: str) -> int:
-    """The smallest number of equal blocks of at most ``largest`` elements (all devices together); 1 for None.
+    """Returns the smallest number of equal blocks of at most ``largest`` elements (all devices together); 1 for None.
 
-    Where no block is as small as asked, the smallest there is: one element of every device.
+    If no block can be that small, the blocks are the smallest possible: one element of every device.
     """
     if largest is None:
         return 1
@@ -465,13 +469,13 @@ def fitting_blocks(size: int, largest: int | None, name: str) -> int:
 
 
 def split_tree(tree: Any, axes: Any, n_blocks: int, name: str) -> Any:
-    """`split_blocks` for the arrays of ``tree`` that have an axis of this name; the others are None in the result."""
+    """Calls `split_blocks` for the arrays of ``tree`` that have an axis of this name; the others become None."""
 
     def cut_leaf(a: Axes, x: Any) -> Any:
         axis = a.at(name)
         if axis is None:
             return None
-        # A held copy is cut as what rests is: its devices have whole runs of the parts.
+        # A held copy is cut like the array at rest, because its devices have whole runs of the parts.
         each = partial(split_blocks, axis=axis, n_blocks=n_blocks, name=name)
         return x.of_both(each) if isinstance(x, Held) else each(x)
 
@@ -479,10 +483,10 @@ def split_tree(tree: Any, axes: Any, n_blocks: int, name: str) -> Any:
 
 
 def with_block(tree: Any, block: Any) -> Any:
-    """``tree`` with what `split_tree` has cut replaced by one block of it."""
+    """Returns ``tree`` with the arrays that `split_tree` has cut replaced by one block of each."""
     return jax.tree.map(lambda b, x: x if b is None else b, block, tree, is_leaf=lambda x: x is None or is_held(x))
 
 
 def indices(size: int) -> UInt32[Array, " size"]:
-    """Global numbers 0 … size − 1 of the elements of an axis, to be cut along with it (M4)."""
+    """Returns the global numbers 0 … size − 1 of the elements of an axis, to be cut along with it (M4)."""
     return jnp.arange(size, dtype=jnp.uint32)

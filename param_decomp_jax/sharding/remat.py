@@ -1,4 +1,5 @@
-"""Carrying out a memory policy in a forward pass: what is kept for the backward pass, what is recomputed in blocks."""
+"""Functions that carry out a memory policy in a forward pass: what is kept for the backward pass, and what is
+recomputed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from param_decomp_jax.sharding.mesh import fitting_blocks
 
 
 def named(x: Array, name: Intermediate) -> Array:
-    """Names an intermediate for the policy."""
+    """Names an intermediate, so that the policy can save or offload it."""
     return checkpoint_name(x, name)
 
 
@@ -26,21 +27,22 @@ def over_layers(
     xs: Any,
     name: Intermediate = "layers",
 ) -> tuple[Any, Any]:
-    """``lax.scan(body, carry, xs)`` under the memory policy; a single layer may change the carry's shape.
+    """Runs ``lax.scan(body, carry, xs)`` under the memory policy. A single layer may change the carry's shape.
 
-    ``xs``: may have `SomeLayers` in place of arrays, and `ByLayer`. ``name``: the intermediate whose recomputation the
-    policy decides.
+    ``xs``: may have `SomeLayers` and `ByLayer` in place of arrays. ``name``: the intermediate that the policy keeps or
+    recomputes.
     """
     n = n_layers(xs)
     unrolled = memory.layers == "unroll" or n == 1
     group = 1
     if not unrolled:
-        # Where nothing is recomputed, the backward pass reads slices too: it would keep those that were made in a loop.
+        # Without recomputation the backward pass reads slices too, and slices made in the loop would all be kept for
+        # it.
         xs, layer = scanned(xs) if memory.recomputes(name) else (stacked(xs), lambda x: x)
         own = body
         body = lambda carry, x: own(carry, layer(x))  # noqa: E731
     if memory.recomputes(name):
-        # In a scan nothing can be merged with what it recomputes: no barriers against that are needed.
+        # Within a scan, nothing can be merged with its recomputation, so barriers against that are not needed.
         body = jax.checkpoint(body, policy=_inside(memory), prevent_cse=unrolled)
         if memory.layer_group is not None:
             group = max(size for size in range(1, min(memory.layer_group, n) + 1) if n % size == 0)
@@ -55,7 +57,7 @@ def over_layers(
 
 
 def _inside(memory: MemoryPolicy) -> Any:
-    """What a recomputed layer keeps nevertheless."""
+    """Returns the policy for what a recomputed layer keeps nevertheless."""
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=sorted(memory.save & (OFFLOADABLE | {"deltas"})),
         names_which_can_be_offloaded=sorted(memory.offload),
@@ -73,22 +75,24 @@ def _unrolled(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, 
 
 
 def component_blocks(memory: MemoryPolicy, C: int) -> int:
-    """Into how many blocks a site with C components is cut."""
+    """Returns the number of blocks into which a site with C components is cut."""
     return fitting_blocks(C, memory.component_block, "component")
 
 
 def token_blocks(leading: tuple[int, ...], most: int | None) -> int:
-    """Into how many blocks positions ``[B, T]`` are cut along T, each of at most ``most`` tokens; 1 without a T."""
+    """Returns the number of blocks into which positions ``[B, T]`` are cut along T, with at most ``most`` tokens each;
+    1 without T."""
     if most is None or len(leading) < 2:
         return 1
     return fitting_blocks(leading[1], max(1, most // leading[0]), "seq")
 
 
 def over_blocks(run_block: Callable[[Any], tuple[Any, Any]], blocks: Any, n_blocks: int) -> tuple[Any, Any]:
-    """Over the leading axis of ``blocks``: the sum of the first results, and the second ones stacked.
+    """Runs ``run_block`` over the leading axis of ``blocks``; returns the sum of the first results, and the second ones
+    stacked.
 
-    Nothing is kept of one of several blocks, and the sum is added outside of what is recomputed, so no partial sum is
-    kept either.
+    With several blocks, each is recomputed in the backward pass. The sum is taken outside of what is recomputed, so
+    partial sums are not kept either.
     """
     if n_blocks == 1:
         total, found = run_block(jax.tree.map(lambda x: x[0], blocks))

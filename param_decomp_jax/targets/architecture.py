@@ -1,7 +1,8 @@
-"""What is known of a network from its configuration alone, and everything the rest of the program asks of a kind of it.
+"""What a network's configuration alone says about it, and everything that the rest of the program asks of an
+architecture.
 
-An architecture is one file of this folder: a frozen dataclass of its sizes that is an `Architecture`, and a `Target`
-that it makes. `registry.py` lists them; nothing else names one.
+An architecture is one file of this folder: a frozen dataclass of sizes that is an `Architecture`, and the `Target` that
+it makes. `registry.py` lists the architectures; nothing else names one.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +23,7 @@ A = TypeVar("A")
 
 
 class UnsupportedConfig(ValueError):
-    """A configuration that an architecture cannot take; the message names the key and what would be right."""
+    """A configuration that an architecture does not support. The message names the key and what would be right."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,11 @@ class FeatureInputs:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Where an array of the weights lies in safetensors files.
+    """Where safetensors files keep an array of the weights.
 
-    ``names``: of one tensor or, if ``stacked``, of one tensor per layer, or of ``per_layer`` of them if the array has
-    an axis of experts behind that of layers. ``transposed``: stored ``[d_out, d_in]``.
+    ``names``: the name of one tensor or, if ``stacked``, of one tensor per layer; of ``per_layer`` tensors per layer if
+    the array has an axis of experts after that of layers. ``transposed``: whether tensors are stored as ``[d_out,
+    d_in]``.
     """
 
     names: tuple[str, ...]
@@ -59,24 +61,25 @@ class Architecture(ABC):
     """The sizes of a network. A subclass is a frozen dataclass; its fields are what a run's `target.json` keeps."""
 
     name: ClassVar[str]
-    """Key of the registry; `model_type` (or, of the toys, `architecture`) in `config.json`."""
+    """The key of the registry: `model_type` (for toys, `architecture`) in `config.json`."""
     title: ClassVar[str]
-    """For people: ``Llama``."""
+    """The name for people: ``Llama``."""
     experiment: ClassVar[str] = "language_model"
-    """What a run that decomposes it is called in a configuration."""
+    """The name of a run that decomposes it in a configuration."""
     model_classes: ClassVar[tuple[str, ...]] = ()
     """Classes that a schema file's `target.spec.model_class` may name, without their module."""
     published: ClassVar[Mapping[str, "Architecture"]] = {}
-    """Sizes of published models by hub id, or by the run on wandb, for use where their `config.json` is not at hand."""
+    """The sizes of published models by hub id, or by wandb run, for use without their `config.json`."""
     published_dtype: ClassVar[str] = "bfloat16"
-    """What those are stored in."""
+    """The dtype in which published models are stored."""
     prefix: ClassVar[str] = ""
-    """What all tensor names in a file may begin with or lack."""
+    """A prefix that the tensor names in a file may have, all or none of them."""
     unread_tensors: ClassVar[tuple[str, ...]] = ()
-    """Patterns (fnmatch) of tensors that files may hold beside those of `tensors`, which follow from the configuration:
-    masks, rotary frequencies. A matrix that training could change is never one of them (`tied_tensors`)."""
+    """Patterns (fnmatch) of tensors that files may hold besides those of `tensors` and that follow from the
+    configuration: masks, rotary frequencies. They never include a matrix that training could change (see
+    `tied_tensors`)."""
     other_names: ClassVar[Mapping[str, str]] = {}
-    """For tensors by name, another name that files may have for them."""
+    """Other names that files may have for tensors, by their names here."""
 
     @property
     @abstractmethod
@@ -88,75 +91,77 @@ class Architecture(ABC):
         """Every matrix that can be a site, in canonical order."""
 
     def attention_matrices(self) -> tuple[Matrix, ...]:
-        """The matrices with a side that is cut into attention heads (H1)."""
+        """The matrices with one side divided into attention heads (H1)."""
         faced = ((matrix, matrix.faces) for matrix in self.matrices())
         return tuple(matrix for matrix, units in faced if units is not None and units.kind == "attention_head")
 
     def points(self) -> tuple[Point, ...]:
-        """The activations that losses can compare beside the output (R6), in order; none without a residual stream."""
+        """The activations that losses can compare in addition to the output (R6), in order; none without a residual
+        stream."""
         return ()
 
     @property
     def residual_width(self) -> int | None:
-        """Width of the residual stream; None without one."""
+        """The width of the residual stream; None without one."""
         return None
 
     @abstractmethod
     def weight_shapes(self) -> dict[str, Any]:
-        """Shape of every array, in the structure of the weights."""
+        """Returns the shape of every array, in the structure of the weights."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Any]:
-        """The `Tensors` of every array, in the structure of the weights."""
+        """Returns the `Tensors` of every array, in the structure of the weights."""
 
     @property
     def tied_tensors(self) -> tuple[str, str] | None:
-        """The names of two tensors that are one matrix in this network, the one that `tensors` has first; None without
-        such. A file may hold either or both, and where it holds two that differ, the network is `untied`."""
+        """The names of two tensors that are one matrix in this network, the one in `tensors` first; None without such a
+        pair. A file may hold either or both. If it holds two that differ, the network is `untied`."""
         return None
 
     def untied(self) -> "Architecture":
-        """The same network with a matrix for each of `tied_tensors`."""
+        """Returns the same network with a separate matrix for each of `tied_tensors`."""
         raise NotImplementedError(f"{self.title} has no tied tensors")
 
     @abstractmethod
     def target(self, sites: Sites, memory: MemoryPolicy, compute_dtype: Any) -> Target:
-        """The network with these sites; ``compute_dtype`` as in N1."""
+        """Returns the network with these sites. ``compute_dtype``: as in N1."""
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for people: kind and sizes."""
+        """Returns one line for people: kind and sizes."""
 
     def weight_axes(self) -> dict[str, Any]:
-        """Logical axes of every array, in the structure of the weights: matrices are split by output."""
+        """Returns the logical axes of every array, in the structure of the weights. Matrices are split by output."""
         return axes_by_name(self.weight_shapes(), lambda name: "norm" not in name and "bias" not in name)
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> "Architecture":
-        """The architecture that a `config.json` describes. UnsupportedConfig for what is missing, wrong or not
-        supported, each by name. This one reads the fields of the dataclass."""
+        """Returns the architecture that a `config.json` describes; by default it reads the fields of the dataclass.
+        Raises UnsupportedConfig, with the key's name, for what is missing, wrong or not supported."""
         return read_fields(cls, {key: value for key, value in raw.items() if key not in ("model_type", "architecture")})
 
     def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
-        """The `config.json` from which `from_config` gives this architecture again. ``dtype``: of the stored weights;
-        ``eos_token_id``: for programs that generate text."""
+        """Returns the `config.json` from which `from_config` makes this architecture again. ``dtype``: that of the
+        stored weights. ``eos_token_id``: for programs that generate text."""
         return {"model_type": self.name, **asdict(self)}  # type: ignore[call-overload]
 
     @classmethod
     def from_fields(cls, raw: Mapping[str, Any]) -> "Architecture":
-        """From the fields as JSON has them (`dataclasses.asdict`). UnsupportedConfig for others."""
+        """Returns the architecture with these fields, as JSON has them (`dataclasses.asdict`). Raises UnsupportedConfig
+        for others."""
         return read_fields(cls, raw)
 
 
 LARGEST = {"n_layers": 4096, "n_hidden_layers": 4096}
-"""Most layers that an architecture may have: each is a name, a record and a part of a program."""
+"""The most layers that an architecture may have: each needs names, records and a part of a program."""
 WIDEST = 1 << 24
-"""Largest of all other sizes, such as a width or a vocabulary."""
+"""The largest value of all other sizes, such as widths and vocabularies."""
 
 
 def check_sizes(architecture: Architecture) -> None:
-    """Raises UnsupportedConfig unless every size is a whole number within what any network has, and every other number
-    finite: what comes from a file of a few bytes must not ask for gigabytes."""
+    """Raises UnsupportedConfig unless every size is a whole number that a network can have, and every other number is
+    finite. A file of a few bytes must not make the program ask for gigabytes."""
     kinds = get_type_hints(type(architecture))
     for field in fields(architecture):  # type: ignore[arg-type]
         value, least = getattr(architecture, field.name), field.metadata.get("least", 1)
@@ -172,12 +177,12 @@ def check_sizes(architecture: Architecture) -> None:
 
 
 def is_shape(x: object) -> bool:
-    """Whether a leaf of `Architecture.weight_shapes` has been reached."""
+    """Returns whether ``x`` is a leaf of `Architecture.weight_shapes`."""
     return isinstance(x, tuple)
 
 
 def axes_by_name(shapes: Any, is_split: Callable[[str], bool]) -> Any:
-    """Logical axes of arrays: the last one is split where ``is_split`` says so of the array's name."""
+    """Returns the logical axes of arrays. The last axis is split if ``is_split`` says so for the array's name."""
 
     def axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> Axes:
         return Axes((*(None,) * (len(shape) - 1), "split" if is_split(path[-1].key) else None))
@@ -186,9 +191,9 @@ def axes_by_name(shapes: Any, is_split: Callable[[str], bool]) -> Any:
 
 
 def read_fields(cls: type[A], raw: Mapping[str, Any]) -> A:
-    """A dataclass of numbers, switches and choices from a mapping that has its fields, and no others.
+    """Returns a dataclass of numbers, switches and choices from a mapping that has exactly its fields.
 
-    Whole numbers are at least 1, or what the field's metadata gives as ``least``. Raises UnsupportedConfig.
+    Whole numbers must be at least 1, or what the field's metadata gives as ``least``. Raises UnsupportedConfig.
     """
     known = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
     types = get_type_hints(cls)

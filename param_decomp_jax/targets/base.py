@@ -1,4 +1,4 @@
-"""What a target is: a frozen forward pass whose caller decides how its matrices are applied."""
+"""The interface of a target: a frozen forward pass whose caller decides how its matrices are applied."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from param_decomp_jax.sharding.remat import over_layers
 from param_decomp_jax.targets.points import RESID_POST
 
 Weights = Any
-"""A pytree of frozen arrays; always an argument of the jitted step, never closed over."""
+"""A pytree of frozen arrays. It is always an argument of the jitted step, never closed over."""
 
 
 @runtime_checkable
@@ -28,19 +28,19 @@ class LayerLinears(Protocol):
 
     @property
     def frozen(self) -> Axes:
-        """Logical axes of one of its matrices where it lies."""
+        """The logical axes of one of its matrices at rest."""
         ...
 
     def __call__(
         self, kind: str, x: Float[Array, "*n d_in"], W: Float[Array, "d_in d_out"]
     ) -> Float[Array, "*n d_out"]:
-        """The layer's matrix ``kind`` with weights ``W``, applied to ``x``."""
+        """Applies the layer's matrix ``kind`` with weights ``W`` to ``x``."""
         ...
 
     def look_up(
         self, kind: str, rows: Int[Array, "*n"], table: Float[Array, "n d"], dtype: Any
     ) -> Float[Array, "*n d"]:
-        """``rows`` of the table ``kind``, in ``dtype`` (F7)."""
+        """Returns ``rows`` of the table ``kind``, in ``dtype`` (F7)."""
         ...
 
     def enter(self, x: Shaped[Array, "*n"]) -> None:
@@ -48,27 +48,29 @@ class LayerLinears(Protocol):
         ...
 
     def choose(self, logits: Float[Array, "*n experts"], k: int) -> Int[Array, "*n k"]:
-        """Receives what the layer's router says at each position, and says which k experts are computed (X1, X3)."""
+        """Receives the logits of the layer's router at each position, and returns which k experts are computed (X1,
+        X3)."""
         ...
 
     def grouped(
         self, kind: str, x: Float[Array, "*n s d_in"], W: Float[Array, "experts d_in d_out"], groups: ExpertGroups
     ) -> Float[Array, "*n k d_out"]:
-        """The matrix ``kind`` of every slot's expert; ``x``: of every slot, or (s = 1) what all of a position read."""
+        """Applies the matrix ``kind`` of every slot's expert. ``x``: one row for every slot, or (s = 1) one that the
+        slots of a position share."""
         ...
 
 
 @runtime_checkable
 class HookedLayer(Protocol):
-    """A `LayerLinears` that sees activations besides what the matrices read, and may put others in their place (B6)."""
+    """A `LayerLinears` that sees other activations than what the matrices read, and may replace them (B6)."""
 
     def hook(self, name: str, x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
-        """What takes the place of ``x``, the activation at the hook ``name`` of the layer."""
+        """Returns what replaces ``x``, the activation at the hook ``name`` of the layer."""
         ...
 
 
 def hooked(linear: LayerLinears, name: str, x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
-    """The activation at a hook of a layer, or what is put in its place; ``name``: as TransformerLens has it."""
+    """Returns the activation at a hook of a layer, or what replaces it. ``name``: TransformerLens' name."""
     return linear.hook(name, x) if isinstance(linear, HookedLayer) else x
 
 
@@ -77,19 +79,20 @@ class ReadsPatterns(Protocol):
     """A `LayerLinears` that sees its layer's attention (H3)."""
 
     def see_pattern(self, pattern: Float[Array, "B heads T T"]) -> None:
-        """Receives how much every position reads of every other, in fp32 or wider."""
+        """Receives how much every position attends to every other, in fp32 or wider."""
         ...
 
 
 @runtime_checkable
 class SharedRows(Protocol):
-    """A `LayerLinears` of several forward passes that may have rows in common: `alike`."""
+    """A `LayerLinears` of several forward passes that may share rows (see `alike`)."""
 
     def alike(self, *arrays: Float[Array, "..."]) -> tuple[Float[Array, "rows ..."], ...]: ...
 
 
 def alike(linear: LayerLinears, *arrays: Float[Array, "..."]) -> tuple[Float[Array, "rows ..."], ...]:
-    """The arrays with equally many rows, before a layer computes with several of them (`Target.joins_rows`)."""
+    """Returns the arrays with equal numbers of rows, before a layer computes with several of them
+    (`Target.joins_rows`)."""
     return linear.alike(*arrays) if isinstance(linear, SharedRows) else arrays
 
 
@@ -97,14 +100,15 @@ def alike(linear: LayerLinears, *arrays: Float[Array, "..."]) -> tuple[Float[Arr
 class Linears(Protocol):
     """How a whole forward pass applies the target's matrices (F1 to F4).
 
-    Layers between two neighbouring ``scan_boundaries`` are treated alike, so they can be scanned together: ``slices``
-    gives the arrays they need, with a leading layer axis, and ``layer`` turns one such slice into a `LayerLinears`.
+    Layers between two neighbouring ``scan_boundaries`` are treated alike, so that one scan can run over them.
+    ``slices`` returns the arrays they need, with a leading layer axis, and ``layer`` turns one slice of these into a
+    `LayerLinears`.
     """
 
     def scan_boundaries(self) -> frozenset[int]: ...
 
     def join(self, layer: int, x: Any) -> Any:
-        """The input of the scan that begins at ``layer``, from the output of the scan before it."""
+        """Returns the input of the scan that begins at ``layer``, from the output of the scan before it."""
         ...
 
     def slices(self, first: int, stop: int) -> Any: ...
@@ -114,7 +118,7 @@ class Linears(Protocol):
 
 @dataclass(frozen=True)
 class WholeForward:
-    """`Linears` of one forward pass through all layers, in which the layers of a segment of sites are alike."""
+    """`Linears` of one forward pass through all layers, which treat the layers of a segment of sites alike."""
 
     sites: Sites
 
@@ -125,14 +129,14 @@ class WholeForward:
         return x
 
     def stacks_at(self, layer: int) -> list[Stack]:
-        """The stacks that have a site in this layer."""
+        """Returns the stacks that have a site in this layer."""
         return [stack for stack in self.sites.stacks if layer in stack.layers]
 
 
 class Forward(NamedTuple):
-    """Result of a forward pass: the target's output, and what its linears recorded.
+    """The result of a forward pass: the target's output, and what its linears recorded.
 
-    ``records``: by the first layer of each scan, arrays ``[layers, ...]`` by record name.
+    ``records``: arrays ``[layers, ...]``, by the first layer of their scan, then by the name of the record.
     """
 
     output: Any
@@ -156,53 +160,54 @@ class Target(Protocol):
 
     @property
     def joins_rows(self) -> bool:
-        """Whether its layers call `alike` wherever they compute with several arrays. Masked forwards then share the
+        """Whether its layers call `alike` wherever they compute with several arrays. If so, masked forwards share the
         rows of the batch up to the first masked matrix."""
         ...
 
     def forward(
         self, weights: Weights, inputs: Array, linears: Linears, start: tuple[int, Array] | None = None
     ) -> Forward:
-        """One pass. ``start = (layer, x)`` begins at that layer from its clean input ``x`` (F6)."""
+        """Runs one pass. ``start = (layer, x)`` begins at that layer from its clean input ``x`` (F6)."""
         ...
 
     def uniform_layers(self, weights: Weights) -> Sequence["UniformLayers"]:
-        """All layers in order, in groups of alike ones."""
+        """Returns all layers in order, in runs of layers that one scan can run over."""
         ...
 
     def activation_axes(self, inputs: tuple[int, ...]) -> tuple[int, ...]:
-        """Axes of an activation before its last one, for a batch of inputs of this shape: ``[B, T]`` of token ids."""
+        """Returns the axes of an activation before its last one, for a batch of inputs of this shape: ``[B, T]`` for
+        token ids."""
         ...
 
     def predictions(self, weights: Weights, output: Any) -> Float[Array, "*n d"]:
-        """The forward's output as people read it, in fp32 (at least): logits, or a toy's features."""
+        """Returns the forward's output as people read it, in fp32 or wider: logits, or a toy's features."""
         ...
 
     def reference(self, weights: Weights, clean: Any) -> Any:
-        """What `errors` compares masked outputs with, from the clean output; made once for all of them."""
+        """Returns what `errors` compares masked outputs with, computed once from the clean output."""
         ...
 
     def errors(self, weights: Weights, reference: Any, masked: Sequence[Any]) -> Float[Array, " streams"]:
-        """R1: distance of each masked output from the clean one, a mean over the global batch.
+        """Returns R1: the distance of each masked output from the clean one, as a mean over the global batch.
 
-        ``reference``: `reference` of the clean output.
+        ``reference``: what `reference` returned for the clean output.
         """
         ...
 
     def site_weights(self, weights: Weights) -> dict[str, Float[Array, "*lead d_in d_out"]]:
-        """W of every site, by stack."""
+        """Returns W of every site, by stack."""
         ...
 
     def weight_axes(self, weights: Weights) -> Any:
-        """Logical axes of every array (or shape) of the weights, in their structure."""
+        """Returns the logical axes of every array (or shape) of the weights, in their structure."""
         ...
 
 
 def choose_sites(matrices: Sequence[Matrix], chosen: Mapping[str, int], tied: Sequence[tuple[str, str]] = ()) -> Sites:
-    """The sites named in ``chosen`` (name to C), in canonical order whatever the order given.
+    """Returns the sites named in ``chosen`` (name to C), in canonical order whatever the order of ``chosen``.
 
-    ``matrices``: all that the target has, in canonical order. ``<name>.pre_identity`` is an identity put before a
-    matrix, on what it reads.
+    ``matrices``: all matrices of the target, in canonical order. ``<name>.pre_identity`` is an identity inserted before
+    a matrix, on what it reads.
     """
     sites = []
     for m in matrices:
@@ -215,7 +220,8 @@ def choose_sites(matrices: Sequence[Matrix], chosen: Mapping[str, int], tied: Se
 
 
 def site_weights(sites: Sites, matrix: Callable[[Stack], Any]) -> dict[str, Float[Array, "*lead d_in d_out"]]:
-    """W of every site, by stack; ``matrix`` gives it for a stack of the target's own matrices, as it is kept."""
+    """Returns W of every site, by stack. ``matrix``: returns it for a stack of the target's own matrices, as it is
+    kept."""
 
     def stack_weights(stack: Stack) -> Array:
         if stack.kind.endswith(PRE_IDENTITY):
@@ -227,9 +233,10 @@ def site_weights(sites: Sites, matrix: Callable[[Stack], Any]) -> dict[str, Floa
 
 
 class UniformLayers(NamedTuple):
-    """Layers ``first .. stop - 1``, alike in code and in shapes, so that one scan can run over them.
+    """The layers ``first .. stop - 1``, which share code and shapes, so that one scan can run over them.
 
-    ``apply(x, layer_weights, linear)`` gives the next ``x``. ``weights``: of these layers, with a leading layer axis.
+    ``apply(x, layer_weights, linear)`` returns the next ``x``. ``weights``: those of these layers, with a leading layer
+    axis.
     """
 
     apply: Callable[[Any, Any, LayerLinears], Any]
@@ -238,15 +245,15 @@ class UniformLayers(NamedTuple):
     stop: int
 
     def slice_weights(self, first: int, stop: int) -> Any:
-        """Weights of the layers ``first .. stop - 1``, numbered as in the whole target."""
+        """Returns the weights of the layers ``first .. stop - 1``, numbered as in the whole target."""
         return layers_of(self.weights, slice(first - self.first, stop - self.first))
 
 
 def layers_of_segment(groups: Sequence[UniformLayers], segment: Segment) -> UniformLayers:
-    """The group of alike layers in which a segment of the sites lies.
+    """Returns the uniform layers in which a segment of the sites lies.
 
-    A segment is scanned at once, so it may not extend over two groups: the matrices of different groups must differ in
-    `Matrix.group`, in kind or in shape. Fails by assertion where they do not.
+    One scan runs over a segment, so a segment may not extend over two of ``groups``: their matrices must differ in
+    `Matrix.group`, in kind or in shape. Fails by assertion if they do not.
     """
     layers = next(g for g in groups if g.first <= segment.first < g.stop)
     assert segment.stop <= layers.stop, (
@@ -259,7 +266,7 @@ def layers_of_segment(groups: Sequence[UniformLayers], segment: Segment) -> Unif
 def run_layers(
     groups: Sequence[UniformLayers], x: Any, linears: Linears, first: int, memory: MemoryPolicy
 ) -> tuple[Any, dict[int, dict[str, Array]]]:
-    """All layers from ``first`` on, one scan for every part of a group that ``linears`` treats alike.
+    """Runs all layers from ``first`` on, in one scan for every part of ``groups`` that ``linears`` treats alike.
 
     Returns the last ``x`` and the records (see `Forward`).
     """

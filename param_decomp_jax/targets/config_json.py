@@ -1,8 +1,8 @@
-"""Reading a `config.json` of Hugging Face key by key, and the parts of one that most families write alike.
+"""Reads a `config.json` of Hugging Face key by key; also the keys that most families share.
 
-What is missing, of the wrong type or not supported raises UnsupportedConfig with the key's name. A key that is missing
-means what transformers' class of the family takes for it, and a null what the class makes of a null: for most keys,
-nothing, and then it is refused. The rotary embedding's keys are in `rope_json.py`.
+What is missing, of the wrong type or not supported raises UnsupportedConfig with the key's name. A missing key means
+what transformers' class of the family takes as its default. A null means what the class makes of it; for most keys that
+is nothing, and it is refused. The rotary embedding's keys are in `rope_json.py`.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ from param_decomp_jax.targets.architecture import LARGEST, UnsupportedConfig
 from param_decomp_jax.targets.transformer_config import Activation, TransformerConfig
 
 REFUSED: Any = object()
-"""For a null in a key that cannot be null."""
+"""Marks a key that cannot be null."""
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class ConfigJson:
-    """The keys of one file. ``title``: of the family, for messages.
+    """The keys of one file. ``title``: the family's title, for messages.
 
     ``default`` is what a missing key means; without one it is refused. ``null`` is what a null means.
     """
@@ -44,7 +44,8 @@ class ConfigJson:
         return null if value is None and null is not REFUSED else value
 
     def spelled(self, *keys: str) -> str:
-        """Which of several names of one setting the file has. UnsupportedConfig if it has two that disagree."""
+        """Returns which of several names of one setting the file has. Raises UnsupportedConfig if it has two that
+        disagree."""
         found = [key for key in keys if key in self.raw]
         for other in found[1:]:
             if not same_value(self.raw[found[0]], self.raw[other]):
@@ -55,46 +56,47 @@ class ConfigJson:
         return found[0] if found else keys[0]
 
     def whole(self, key: str, default: int | None = None, null: Any = REFUSED) -> int:
-        """A whole number."""
+        """Returns a whole number."""
         value = self._given(key, default, null)
         if type(value) is not int:
             raise UnsupportedConfig(f"{key}: should be a whole number, not {shown(value)}")
         return value
 
     def heads(self, key: str, default: int | None = None, null: Any = REFUSED) -> int:
-        """A number of heads, by which widths are divided."""
+        """Returns a number of heads, by which widths are divided."""
         n = self.whole(key, default, null)
         if n < 1:
             raise UnsupportedConfig(f"{key}: should be a whole number of at least 1, not {n}")
         return n
 
     def n_layers(self, key: str) -> int:
-        """A number of layers, small enough to go through them one by one."""
+        """Returns a number of layers, small enough to go through them one by one."""
         n, most = self.whole(key), LARGEST["n_layers"]
         if not 1 <= n <= most:
             raise UnsupportedConfig(f"{key}: should be a whole number from 1 to {most:,}, not {n:,}")
         return n
 
     def head_width(self, width_key: str, heads_key: str) -> int:
-        """The dimensions of a head where heads share the whole width. UnsupportedConfig where they cannot, evenly."""
+        """Returns the dimensions of a head, for heads that share the whole width. Raises UnsupportedConfig if it is not
+        divisible."""
         width, heads = self.whole(width_key), self.heads(heads_key)
         if width % heads:
             raise UnsupportedConfig(f"{width_key}: should be a multiple of {heads_key}, {heads}, not {width}")
         return width // heads
 
     def number(self, key: str, default: float, null: Any = REFUSED) -> float:
-        """A finite number."""
+        """Returns a finite number."""
         return as_number(key, self._given(key, default, null))
 
     def epsilon(self, key: str, default: float) -> float:
-        """What a norm adds to the mean of the squares."""
+        """Returns what a norm adds to the mean of the squares."""
         value = self.number(key, default)
         if not value >= 0:
             raise UnsupportedConfig(f"{key}: should be a number of at least 0, not {value}")
         return value
 
     def optional(self, key: str, default: float | None = None) -> float | None:
-        """A positive number, None for a null."""
+        """Returns a positive number, or None for a null."""
         if key not in self.raw:
             return default
         return None if self.raw[key] is None else self.positive(key, 0.0)
@@ -118,13 +120,13 @@ class ConfigJson:
         return ACTIVATIONS[value]
 
     def only(self, key: str, *values: Any) -> None:
-        """Refuses every other value; a missing key is one of them."""
+        """Refuses all other values. A missing key counts as the first of ``values``."""
         value = self.raw.get(key, values[0])
         if value not in values:
             raise UnsupportedConfig(f"{key} is {shown(value)}; only {' or '.join(map(shown, values))} can be loaded")
 
     def layers(self, key: str) -> tuple[int, ...]:
-        """A list of layers' numbers, empty where the key is missing or null."""
+        """Returns a list of layer numbers, empty if the key is missing or null."""
         value = self.raw.get(key)
         if value is None:
             return ()
@@ -135,7 +137,7 @@ class ConfigJson:
     # ---- sliding windows ----
 
     def window(self, default: int | None = None) -> int | None:
-        """How far back a layer that slides reads; None for a null."""
+        """Returns how far back a layer with a sliding window reads; None for a null."""
         if self.raw.get("sliding_window", default) is None:
             return None
         n = self.whole("sliding_window", default)
@@ -144,7 +146,7 @@ class ConfigJson:
         return n
 
     def window_layers(self, n_layers: int, default: Collection[int]) -> tuple[int, ...]:
-        """The layers that slide: as ``layer_types`` says, else ``default``."""
+        """Returns the layers with a sliding window: those in ``layer_types``, else ``default``."""
         types = self.raw.get("layer_types")
         if types is None:
             return tuple(n for n in range(n_layers) if n in default)
@@ -153,7 +155,8 @@ class ConfigJson:
         return tuple(n for n, kind in enumerate(types) if LAYER_TYPES[kind])
 
     def sliding(self, n_layers: int, window: int | None, default: Collection[int]) -> dict[str, Any]:
-        """The fields of the windows in a family that reads ``layer_types``. ``default``: layers that slide without."""
+        """Returns the fields of the windows in a family that reads ``layer_types``. ``default``: layers with windows if
+        that key is missing."""
         layers = self.window_layers(n_layers, default)
         if layers and window is None:
             raise UnsupportedConfig(
@@ -163,8 +166,8 @@ class ConfigJson:
         return {"window": window, "window_layers": layers} if layers else {}
 
     def all_or_none(self, n_layers: int, window: int | None) -> dict[str, Any]:
-        """The fields of the windows in a family whose layers all slide, or none. transformers does not read
-        ``layer_types`` there; a file in which they say otherwise is refused."""
+        """Returns the fields of the windows in a family in which all layers have a window, or none. transformers does
+        not read ``layer_types`` there; a file in which that key says otherwise is refused."""
         every = () if window is None else tuple(range(n_layers))
         if self.window_layers(n_layers, every) != every:
             what = "no layer of it slides" if window is None else f"all layers of it slide, by {window}"
@@ -173,21 +176,21 @@ class ConfigJson:
 
 
 LAYER_TYPES = {"sliding_attention": True, "full_attention": False, "attention": False}
-"""By its name in ``layer_types``, whether such a layer slides; the last is an old name."""
+"""Whether a layer has a sliding window, by its name in ``layer_types``. The last is an old name."""
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values of JSON are the same: 1 and 1.0 are, 1 and true are not."""
+    """Returns whether two values of JSON are the same: 1 and 1.0 are, 1 and true are not."""
     return bool(a == b) and (type(a) is bool) == (type(b) is bool)
 
 
 def shown(value: Any) -> str:
-    """A value as the file has it, for messages."""
+    """Returns a value as the file has it, for messages."""
     return "null" if value is None else f"{value!r:.60}"
 
 
 def as_number(key: str, value: Any) -> float:
-    """A finite number from JSON."""
+    """Returns a finite number from JSON."""
     if type(value) not in (int, float):
         raise UnsupportedConfig(f"{key}: should be a number, not {shown(value)}")
     try:
@@ -203,7 +206,7 @@ def as_number(key: str, value: Any) -> float:
 
 
 def common_keys(config: TransformerConfig, model_class: str, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
-    """Keys under which most families keep the same things."""
+    """Returns the keys that most families share."""
     return {
         "architectures": [model_class],
         "model_type": config.name,
@@ -222,14 +225,14 @@ def common_keys(config: TransformerConfig, model_class: str, dtype: str, eos_tok
 
 
 DEFAULT_POSITIONS = 2048
-"""What the classes of Llama, OLMo 2 and GPT-NeoX take where a file does not say how long sequences may be."""
+"""The longest sequence that the classes of Llama, OLMo 2 and GPT-NeoX assume if a file does not give one."""
 
 
 def activation_name(activation: Activation) -> str:
-    """Its name in transformers."""
+    """Returns the name of an activation in transformers."""
     return {"gelu_tanh": "gelu_pytorch_tanh"}.get(activation, activation)
 
 
 def layer_types(config: TransformerConfig) -> list[str]:
-    """Whether each layer slides, as transformers 5 writes it."""
+    """Returns the kind of window of each layer, as transformers 5 writes it."""
     return ["sliding_attention" if n in config.window_layers else "full_attention" for n in range(config.n_layers)]

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which experts a position takes, and the sum of what these add, without computing the others."""
+"""Mixtures of experts: which experts a position takes, and the sum of their outputs, without computing the others."""
 
 from collections.abc import Callable, Mapping
 
@@ -21,10 +21,10 @@ def mixture(
     linear: LayerLinears,
     act: Callable[[Array], Array],
 ) -> Float[Array, "B T d"]:
-    """What the experts add (X1). ``act``: their activation.
+    """Returns what the experts add (X1). ``act``: their activation function.
 
-    The weighted sum over a position's experts is computed in the dtype of ``h``: in fp32 it would cost a copy of all
-    their outputs.
+    The weighted sum over a position's experts is computed in the dtype of ``h``, because in fp32 it would need a copy
+    of all their outputs.
     """
     logits = matmul_wide(h, gather(w["router"], linear.frozen, h.dtype))
     chosen = linear.choose(logits, experts.per_token)
@@ -39,10 +39,10 @@ def mixture(
 def expert_weights(
     experts: Experts, logits: Float[Array, "*n experts"], chosen: Int[Array, "*n k"]
 ) -> Float[Array, "*n k"]:
-    """The weights of the experts that a position takes (X1).
+    """Returns the weights of the experts that a position takes (X1).
 
-    Normalised, they are the softmax over these alone: the quotient of two softmaxes would be 0 / 0 where a masked pass
-    finds all of the clean pass's experts unlikely.
+    Normalised weights are the softmax over these experts alone. A quotient of two softmaxes would be 0 / 0 if a masked
+    pass finds all of the clean pass's experts unlikely.
     """
     if experts.normalised:
         return jax.nn.softmax(jnp.take_along_axis(logits, chosen, axis=-1))

@@ -1,4 +1,4 @@
-"""What the toy models share: inputs that are vectors of sparse features, and their error."""
+"""The common part of the toy models: inputs that are vectors of sparse features, and the error."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class SparseFeatures:
     """Batches of feature vectors; an active feature is U[low, 1), the others are 0.
 
     ``at_least_zero_active``: each feature is active with ``probability``, independently. ``exactly_one_active``: one
-    feature per row, each as likely, whatever ``probability``.
+    feature per row, all equally likely; ``probability`` is not used.
     """
 
     n_features: int
@@ -30,7 +30,7 @@ class SparseFeatures:
     generation: Literal["at_least_zero_active", "exactly_one_active"] = "at_least_zero_active"
 
     def batch(self, key: PRNGKeyArray, step: int | Integer[Array, ""], size: int) -> Float[Array, "size n_features"]:
-        """The batch of a step: a function of (key, step) and nothing else."""
+        """Returns the batch of a step, which depends only on (key, step)."""
         values_key, choice_key = jax.random.split(jax.random.fold_in(key, step))
         rows = positions((size,))
         values = self.low + (1 - self.low) * uniform(values_key, rows, self.n_features)
@@ -45,7 +45,7 @@ class SparseFeatures:
 
 @dataclass(frozen=True)
 class FeatureTarget:
-    """A target from features to features, both ``[B, n_features]``, without its forward."""
+    """A target from features to features, both ``[B, n_features]``, without its forward pass."""
 
     architecture: Any
     sites: Sites
@@ -57,27 +57,27 @@ class FeatureTarget:
         return False
 
     def embed(self, weights: Weights, inputs: Float[Array, "B n"]) -> Float[Array, "B d"]:
-        """What goes into the first layer, linear in the features: here the features themselves."""
+        """Returns the input of the first layer, which is linear in the features: here the features themselves."""
         return inputs.astype(self.compute_dtype)
 
     def activation_axes(self, inputs: tuple[int, ...]) -> tuple[int, ...]:
-        """The batch."""
+        """Returns the batch axis."""
         return inputs[:1]
 
     def predictions(self, weights: Weights, output: Float[Array, "B n"]) -> Float[Array, "B n"]:
-        """The output in fp32 (at least)."""
+        """Returns the output in fp32 or wider."""
         return wide(output)
 
     def reference(self, weights: Weights, clean: Float[Array, "B n"]) -> Float[Array, "B n"]:
-        """The clean output itself."""
+        """Returns the clean output itself."""
         return clean
 
     def errors(
         self, weights: Weights, reference: Float[Array, "B n"], masked: Sequence[Float[Array, "B n"]]
     ) -> Float[Array, " streams"]:
-        """R1: mean squared error over all elements."""
+        """Returns R1: the mean squared error over all elements."""
         return jnp.stack([mean_squared_error(reference, x) for x in masked])
 
     def weight_axes(self, weights: Weights) -> Any:
-        """Logical axes of every array, in the structure of the weights."""
+        """Returns the logical axes of every array, in the structure of the weights."""
         return held_axes(self.architecture.weight_axes(), self.memory.held_by("target"))

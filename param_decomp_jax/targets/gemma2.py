@@ -10,7 +10,7 @@ from param_decomp_jax.targets.transformer import Family
 from param_decomp_jax.targets.transformer_config import ATTENTION
 
 DEFAULT_WINDOW = 4096
-# transformers reads hidden_activation alone, whatever hidden_act says.
+# transformers reads only hidden_activation, whatever hidden_act says.
 DEFAULTS = Defaults(
     positions=8192,
     kv_heads=4,
@@ -39,7 +39,7 @@ class Gemma2Config(Family):
     def from_config(cls, raw: Mapping[str, Any]) -> "Gemma2Config":
         c = ConfigJson(raw, cls.title)
         c.only("use_bidirectional_attention", None, False)
-        c.head_width("hidden_size", "num_attention_heads")  # which transformers requires, whatever head_dim is
+        c.head_width("hidden_size", "num_attention_heads")  # transformers requires this, whatever head_dim is
         own = llama_fields(c, DEFAULTS, head_dim=c.whole("head_dim", 256))
         return cls(
             **own,
@@ -59,7 +59,7 @@ class Gemma2Config(Family):
         return llama_keys(self, "Gemma2ForCausalLM", dtype, eos_token_id) | {
             "hidden_act": activation,
             "hidden_activation": activation,
-            # Without a window transformers could not make the mask that it makes although no layer uses it.
+            # transformers makes a sliding mask even if no layer uses it, and needs a window for it.
             "sliding_window": DEFAULT_WINDOW if self.window is None else self.window,
             "layer_types": layer_types(self),
             "query_pre_attn_scalar": _whole_if_it_is(self.query_scale**-2),
@@ -70,7 +70,7 @@ class Gemma2Config(Family):
 
 
 def _whole_if_it_is(x: float) -> float | int:
-    """What was read as a whole number, in spite of the root that was taken since."""
+    """Returns the whole number that was read from the file, if ``x`` is one up to the rounding of its root."""
     return round(x) if abs(x - round(x)) < 1e-9 * x else x
 
 

@@ -1,9 +1,9 @@
-"""GPT: learned positions, LayerNorm before each block and at the end, biases everywhere, a head of its own.
+"""GPT: learned positions, LayerNorm before each block and at the end, biases everywhere, a separate head.
 
-In a layer the MLP block comes before the attention block. Matrices are kept for multiplication from the right
-(``x @ W``) and stacked over layers; biases are frozen and always on. One layer serves `pd pretrain`, which trains such
-a model (`gpt_logits`), and the target that is decomposed (`GPT`). Files are our own: every tensor as it is used, ``x @
-W`` with W ``[d_in, d_out]``, one per layer.
+In a layer the MLP block comes before the attention block. Matrices are kept for multiplication from the right (``x @
+W``) and stacked over layers; biases are frozen and always on. `pd pretrain`, which trains such a model (`gpt_logits`),
+and the target that is decomposed (`GPT`) share the code of a layer. Files have our own format: one tensor per layer and
+matrix, as it is used, ``x @ W`` with W ``[d_in, d_out]``.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,8 @@ Part = Literal["mlp", "attention", "block"]
 Product = Callable[[str, Array, Array], Array]
 """How a layer applies a matrix: its kind, the activation, W."""
 Attend = Callable[[Array, Array, Array], Array]
-"""Causal attention: from queries, keys and values ``[B, T, heads, d]`` to what each position reads, alike in shape."""
+"""Causal attention: maps queries, keys and values ``[B, T, heads, d]`` to what each position reads, in the same
+shape."""
 
 KINDS = ("mlp_in", "mlp_out", "q_proj", "k_proj", "v_proj", "o_proj")
 """The six matrices of a layer, in order of application."""
@@ -42,8 +43,8 @@ _READS = {
 
 @dataclass(frozen=True)
 class GPTConfig(Architecture):
-    """Architecture. ``n_positions``: longest sequence. ``dropout``: share of what a block adds to the residual stream
-    that is dropped in training."""
+    """The sizes of a GPT. ``n_positions``: the longest sequence. ``dropout``: the share of a block's output that is
+    dropped in training."""
 
     vocab_size: int
     n_positions: int
@@ -63,12 +64,12 @@ class GPTConfig(Architecture):
         return TokenInputs(self.vocab_size, self.n_positions)
 
     def matrix_shape(self, kind: str) -> tuple[int, int]:
-        """``(d_in, d_out)`` of one of the six matrices."""
+        """Returns ``(d_in, d_out)`` of one of the six matrices."""
         d, m = self.d_model, self.d_mlp
         return {"mlp_in": (d, m), "mlp_out": (m, d)}.get(kind, (d, d))
 
     def faces(self, kind: str) -> Units:
-        """The units that a kind of matrix faces (L7)."""
+        """Returns the units that a kind of matrix faces (L7)."""
         side: Literal["output", "input"] = "input" if kind in ("mlp_out", "o_proj") else "output"
         if kind in ("mlp_in", "mlp_out"):
             return Units("neuron", side, self.d_mlp)
@@ -88,7 +89,7 @@ class GPTConfig(Architecture):
         return self.d_model
 
     def points(self) -> tuple[Point, ...]:
-        """The MLP comes first in a layer."""
+        """The points of R6. In a layer, those of the MLP come first."""
         return points_of_layers(self.n_layers, ("resid_pre", "mlp_out", "attn_out", "resid_post"))
 
     def weight_shapes(self) -> dict[str, Any]:
@@ -124,11 +125,12 @@ class GPTConfig(Architecture):
 
 @dataclass(frozen=True)
 class GPTComputation:
-    """How a pass is computed. ``dtype``: of activations and of the inputs of matrix products. ``softmax_dtype``: of
-    attention's scores and softmax. Both change the rounding alone; LayerNorm's statistics and the logits are in fp32.
+    """How a pass is computed. ``dtype``: that of activations and of the inputs of matrix products. ``softmax_dtype``:
+    that of attention's scores and softmax. Both change only the rounding; LayerNorm's statistics and the logits are in
+    fp32.
 
-    ``remat``: parts that keep their input alone and are made again in the backward, ``block`` being a whole layer.
-    ``layers``: one scanned layer, or all written out.
+    ``remat``: parts that keep only their input and are recomputed in the backward pass; ``block`` is a whole layer.
+    ``layers``: one scanned layer, or all layers unrolled.
     """
 
     dtype: Any = jnp.float32
@@ -144,13 +146,13 @@ def gpt_logits(
     how: GPTComputation,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "B T vocab"]:
-    """Next-token logits in fp32. ``key``: of what dropout drops; None drops nothing."""
+    """Returns next-token logits in fp32. ``key``: the random key of dropout; None drops nothing."""
     x = weights["embed"][tokens].astype(how.dtype) + weights["positions"][: tokens.shape[1]].astype(how.dtype)
     keys = jax.random.split(key, config.n_layers) if key is not None and config.dropout else None
 
     def recomputed(name: Part, of: Any) -> Any:
-        # With its barrier in a scan too: without, XLA recomputes the MLP while attention's backward is still to come
-        # (19.3 GB instead of 17.8 planned for the ladder's batch of 256 on an A5000).
+        # The barrier is kept in a scan too. Without it, XLA recomputes the MLP before attention's backward pass (19.3
+        # GB instead of 17.8 planned for the ladder's batch of 256 on an A5000).
         return jax.checkpoint(of) if name in how.remat else of
 
     mlp = recomputed("mlp", partial(_trained_mlp, config))
@@ -197,7 +199,7 @@ def _attend(
 def _mlp(
     config: GPTConfig, x: Float[Array, "B T d"], w: Mapping[str, Array], product: Product
 ) -> Float[Array, "B T d"]:
-    """What the MLP block adds to the residual stream."""
+    """Returns what the MLP block adds to the residual stream."""
     h = layer_norm(x, config.norm_eps, w["mlp_norm"], w["mlp_norm_bias"])
     h = jax.nn.gelu(_affine(product, h, w, "mlp_in"))
     return _affine(product, h, w, "mlp_out")
@@ -206,7 +208,7 @@ def _mlp(
 def _attention(
     config: GPTConfig, x: Float[Array, "B T d"], w: Mapping[str, Array], product: Product, attend: Attend
 ) -> Float[Array, "B T d"]:
-    """What the attention block adds to the residual stream."""
+    """Returns what the attention block adds to the residual stream."""
     B, T, d = x.shape
     head_dim = d // config.n_heads
     h = layer_norm(x, config.norm_eps, w["attention_norm"], w["attention_norm_bias"])
@@ -223,7 +225,8 @@ def _affine(
 
 
 def _dropped(x: Float[Array, "*s"], rate: float, key: PRNGKeyArray | None) -> Float[Array, "*s"]:
-    """``x`` with each element 0 with probability ``rate``, else divided by what is kept; all of it without a key."""
+    """Returns ``x`` with each element 0 with probability ``rate`` and otherwise divided by 1 − ``rate``; ``x`` itself
+    without a key."""
     if key is None:
         return x
     return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
@@ -231,7 +234,7 @@ def _dropped(x: Float[Array, "*s"], rate: float, key: PRNGKeyArray | None) -> Fl
 
 @dataclass(frozen=True)
 class GPT(Decoder):
-    """A GPT as a target; nothing is dropped."""
+    """A GPT as a target, without dropout."""
 
     architecture: GPTConfig
 
@@ -251,7 +254,7 @@ class GPT(Decoder):
     def queries_and_keys(
         self, weights: Weights, layer: int, q: Float[Array, "n T _"], k: Float[Array, "m S _"]
     ) -> tuple[Float[Array, "n T heads d"], Float[Array, "m S heads d"]]:
-        """They are taken as they are."""
+        """Returns them unchanged."""
         heads = self.architecture.n_heads
         return q.reshape(*q.shape[:2], heads, -1), k.reshape(*k.shape[:2], heads, -1)
 

@@ -30,7 +30,7 @@ class GPT2Config(Family):
     model_classes = ("GPT2LMHeadModel", "GPT2")
     published_dtype = "float32"
     prefix = "transformer."
-    # The masks of attention are in old files.
+    # Old files hold the masks of attention.
     unread_tensors = ("*.attn.bias", "*.attn.masked_bias")
     names = NAMES
     transposed = False

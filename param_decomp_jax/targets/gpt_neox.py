@@ -1,5 +1,5 @@
-"""GPT-NeoX, which Pythia is: attention and MLP side by side, a part of each head rotary, one matrix for queries, keys
-and values, head by head."""
+"""GPT-NeoX, including Pythia: parallel attention and MLP, a rotary part of each head, and one matrix that has queries,
+keys and values head by head."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -30,7 +30,7 @@ class GPTNeoXConfig(Family):
     model_classes = ("GPTNeoXForCausalLM",)
     published_dtype = "float16"
     prefix = "gpt_neox."
-    # The masks of attention and the rotary frequencies are in the published files.
+    # The published files hold the masks of attention and the rotary frequencies.
     unread_tensors = ("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq")
     other_names: ClassVar[Mapping[str, str]] = {"embed_out.weight": "lm_head.weight"}
     names = NAMES

@@ -1,4 +1,4 @@
-"""Llama: RMSNorm, rotary embedding, grouped heads, SwiGLU. Also SmolLM, Yi, and whatever else is a ``llama``."""
+"""Llama: RMSNorm, rotary embedding, grouped heads, SwiGLU. Also SmolLM, Yi, and any other model of type ``llama``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ class LlamaConfig(Family):
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> "LlamaConfig":
         c = ConfigJson(raw, cls.title)
-        c.head_width("hidden_size", "num_attention_heads")  # which transformers requires, whatever head_dim is
+        c.head_width("hidden_size", "num_attention_heads")  # transformers requires this, whatever head_dim is
         fields = llama_fields(c, DEFAULTS, even_head_dim(c))
         c.all_or_none(fields["n_layers"], None)
         biases = ATTENTION * c.flag("attention_bias", False) + MLP * c.flag("mlp_bias", False)
@@ -58,8 +58,8 @@ module_name = LlamaConfig.module_name
 
 @dataclass(frozen=True)
 class Defaults:
-    """What transformers' class of a family takes for a key that a file lacks. ``kv_heads``: None is as many as heads.
-    ``null_kv_heads``: whether a null is allowed there; it means as many as heads."""
+    """What transformers' class of a family takes for a key that a file lacks. ``kv_heads``: None means as many as
+    heads. ``null_kv_heads``: whether a null is allowed there, which means as many as heads."""
 
     positions: int
     kv_heads: int | None = None
@@ -73,7 +73,8 @@ DEFAULTS = Defaults(positions=DEFAULT_POSITIONS)
 
 
 def llama_fields(c: ConfigJson, defaults: Defaults, head_dim: int) -> dict[str, Any]:
-    """Fields whose keys are Llama's. ``head_dim``: the dimensions of a head, which each family reads in its own way."""
+    """Returns the fields whose keys are Llama's. ``head_dim``: the dimensions of a head, which each family reads in its
+    own way."""
     n_heads = c.heads("num_attention_heads")
     kv_heads = n_heads if defaults.kv_heads is None else defaults.kv_heads
     longest = c.whole("max_position_embeddings", defaults.positions)
@@ -96,14 +97,14 @@ def llama_fields(c: ConfigJson, defaults: Defaults, head_dim: int) -> dict[str, 
 
 
 def even_head_dim(c: ConfigJson, nullable: bool = True) -> int:
-    """The dimensions of a head, which share the width where a file does not say otherwise. ``nullable``: a null is as
-    good as no key; it is not where the network, but not the family's class, knows the key."""
+    """Returns the dimensions of a head: an equal share of the width, unless the file says otherwise. ``nullable``:
+    whether a null counts as a missing key; it does not if the network knows the key but the family's class does not."""
     even = c.whole("hidden_size") // c.heads("num_attention_heads")
     return c.whole("head_dim", even, null=even if nullable else REFUSED)
 
 
 def llama_keys(config: TransformerConfig, model_class: str, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
-    """The keys that `llama_fields` reads."""
+    """Returns the keys that `llama_fields` reads."""
     return {
         **common_keys(config, model_class, dtype, eos_token_id),
         **rope_keys(config),

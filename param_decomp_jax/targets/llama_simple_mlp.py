@@ -26,13 +26,14 @@ NORM_EPS = 1e-6
 
 
 class LlamaSimpleMLPConfig(Family):
-    """Its own keys, under ``model_type: llama_simple_mlp``; the head is tied. Refused: ungrouped attention."""
+    """A configuration with its own keys, under ``model_type: llama_simple_mlp``; the head is tied. Refused: ungrouped
+    attention."""
 
     name = "llama_simple_mlp"
     title = "LlamaSimpleMLP"
     published_dtype = "float32"
     model_classes = ("LlamaSimpleMLP",)
-    # The tables of the rotary embedding and of the mask are stored too.
+    # Files also hold the tables of the rotary embedding and the mask.
     unread_tensors = ("*.rotary_sin", "*.rotary_cos", "*.attn.bias")
     names = NAMES
 
@@ -92,4 +93,4 @@ LlamaSimpleMLPConfig.published = {
          "n_intermediate": 3072}
     ),
 }  # fmt: skip
-"""By the run that trained it: the four-layer model of the Pile, whose decomposition the PyTorch project published."""
+"""The four-layer model trained on the Pile, by its training run. The PyTorch project published its decomposition."""

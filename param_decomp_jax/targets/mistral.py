@@ -25,7 +25,7 @@ class MistralConfig(Family):
         c = ConfigJson(raw, cls.title)
         own = llama_fields(c, DEFAULTS, even_head_dim(c))
         window = c.window(4096)
-        # With layer_types transformers takes it for a Ministral, in which each layer does as they say.
+        # With layer_types, transformers treats the model as a Ministral, in which they decide for each layer.
         return cls(**own, **c.sliding(own["n_layers"], window, () if window is None else range(own["n_layers"])))
 
     def to_config(self, dtype: str, eos_token_id: int | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""OLMo 2: a Llama with its norms after attention and MLP, and queries and keys normalised over all heads."""
+"""OLMo 2: a Llama with norms after attention and MLP, and with queries and keys normalised over all heads."""
 
 from collections.abc import Mapping
 from typing import Any

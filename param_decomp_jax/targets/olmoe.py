@@ -28,7 +28,7 @@ class OlmoeConfig(Family):
         c = ConfigJson(raw, cls.title)
         even = c.head_width("hidden_size", "num_attention_heads")
         c.only("head_dim", even)  # the norms of queries and keys have that width
-        c.only("sliding_window", None)  # some implementations of attention in transformers read it, some do not
+        c.only("sliding_window", None)  # only some of transformers' attention implementations read it
         own = llama_fields(c, DEFAULTS, even) | c.all_or_none(c.n_layers("num_hidden_layers"), None)
         experts = Experts(
             n=n_experts(c, 64),

@@ -1,4 +1,4 @@
-"""Passes in which nothing is masked: the network as it stands, and the clean pass that keeps what the method reads."""
+"""Passes in which nothing is masked: the network as it is, and the clean pass that keeps what the method reads."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,35 +17,35 @@ from param_decomp_jax.targets.points import RESID_PRE, Point
 
 
 def frozen_axes(memory: MemoryPolicy) -> Axes:
-    """The axes of one layer's frozen matrix where it lies: split by output, as far as the policy has it split."""
+    """Returns the axes of one layer's frozen matrix at rest: split by output, as far as the policy splits it."""
     return Axes((None, "split"), product=True).held(memory.held_by("target"))
 
 
 RESIDUAL = "residual"
-"""Record name of a layer's input."""
+"""The name of the record of a layer's input."""
 
 CHOSEN = "chosen"
-"""Record name of the experts that each position takes, in layers with sites among them."""
+"""The name of the record of the experts that each position takes, in layers with sites among them."""
 
 EXPERT_KINDS = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
-"""Kinds of the matrices of experts, in order of application (X2)."""
+"""The kinds of the matrices of experts, in the order in which they are applied (X2)."""
 
 
 def output_record(kind: str) -> str:
-    """Record name of the output of a layer's site."""
+    """Returns the name of the record of the output of a layer's site."""
     return f"{kind}.output"
 
 
 def top_experts(logits: Float[Array, "*n experts"], k: int) -> Int[Array, "*n k"]:
-    """Those with the largest logits; of equal ones, those with the lower number (X1)."""
+    """Returns the k experts with the largest logits; of equal ones, those with the lower number (X1)."""
     return jax.lax.top_k(logits, k)[1]
 
 
 @dataclass
 class PlainLayer:
-    """Applies every matrix as it is (F3); keeps its input and, of the sites in ``reads`` (by kind), what is asked.
+    """Applies every matrix as it is (F3). Keeps its input, and what is asked of the sites in ``reads`` (by kind).
 
-    ``frozen``: see `frozen_axes`. ``hooks``: those whose activation is kept, under the hook's name.
+    ``frozen``: see `frozen_axes`. ``hooks``: the hooks whose activation is kept, under the hook's name.
     """
 
     frozen: Axes
@@ -106,7 +106,7 @@ class PlainLayer:
 
 @dataclass(frozen=True)
 class PlainLinears(WholeForward):
-    """The clean pass (F4): records, for every layer with a site, its residual and, if asked, what its sites read.
+    """The clean pass (F4). Records, for every layer with a site, its residual and, if asked, what its sites read.
 
     Sites that read the same activation share one record. ``outputs`` adds the sites' outputs (for R2's exception).
     ``points`` are recorded under their hooks, in all layers of a scan that has one of them.
@@ -127,4 +127,4 @@ class PlainLinears(WholeForward):
 
 
 UNTOUCHED = PlainLinears(Sites(()))
-"""The network as it stands; nothing is recorded."""
+"""The network as it is, with nothing recorded."""

@@ -1,7 +1,7 @@
 """Activations of a network besides what its matrices read: the residual stream around its blocks, and what attention
 and the MLP add to it (R6).
 
-A layer gives them away through `targets/base.py:hooked`; the residual stream is seen by `targets/base.py:run_layers`.
+A layer exposes them through `targets/base.py:hooked`; `targets/base.py:run_layers` exposes the residual stream.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from typing import Literal
 
 PointKind = Literal["resid_pre", "attn_out", "mlp_out", "resid_post"]
 RESID_PRE, RESID_POST = "hook_resid_pre", "hook_resid_post"
-"""Hooks at the residual stream that enters a layer, and that leaves it."""
+"""The hooks at the residual stream that enters a layer, and at the one that leaves it."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,23 @@ class Point:
 
     @property
     def hook(self) -> str:
-        """The hook at which a layer gives it away, under TransformerLens' name."""
+        """The hook at which a layer exposes it, under TransformerLens' name."""
         return f"hook_{self.kind}"
 
     @property
     def boundary(self) -> int | None:
-        """The number of the layer that a point of the residual stream enters, or of all layers after the last one."""
+        """The number of the layer that a point of the residual stream enters, or the number of all layers after the
+        last one."""
         return {"resid_pre": self.layer, "resid_post": self.layer + 1}.get(self.kind)
 
 
 def point_name(hook: str, layer: int) -> str:
-    """The name of the point at a hook of a layer."""
+    """Returns the name of the point at a hook of a layer."""
     return f"{hook.removeprefix('hook_')}.{layer}"
 
 
 def points_of_layers(n_layers: int, kinds: Sequence[PointKind]) -> tuple[Point, ...]:
-    """Those of a network whose layers all have ``kinds``, in order."""
+    """Returns the points of a network whose layers all have ``kinds``, in order."""
     return tuple(Point(layer, kind) for layer in range(n_layers) for kind in kinds)
 
 
@@ -52,10 +53,10 @@ class UnfitPoints(ValueError):
 
 
 def match_points(points: Iterable[Point], patterns: Sequence[str]) -> tuple[Point, ...]:
-    """The points whose name matches a pattern (fnmatch), each once, in the network's order.
+    """Returns the points whose name matches a pattern (fnmatch), each once, in the network's order.
 
-    Raises UnfitPoints for a pattern that matches none, and for `resid_post.l` beside `resid_pre.(l + 1)`, which are one
-    activation.
+    Raises UnfitPoints for a pattern that matches none, and for `resid_post.l` together with `resid_pre.(l + 1)`, which
+    are one activation.
     """
     points = tuple(points)
     if not points:

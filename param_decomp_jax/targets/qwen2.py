@@ -1,4 +1,5 @@
-"""Qwen 2 and 2.5: a Llama with biases on queries, keys and values; where windows are used, its upper layers slide."""
+"""Qwen 2 and 2.5: a Llama with biases on queries, keys and values, and optionally sliding windows in its upper
+layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,19 +32,20 @@ class Qwen2Config(Family):
 
 
 def window_fields(c: ConfigJson) -> dict[str, Any]:
-    """Layers from ``max_window_layers`` on slide, where ``use_sliding_window`` is set."""
+    """Returns the fields of the windows: layers from ``max_window_layers`` on have one if ``use_sliding_window`` is
+    set."""
     window, first = optional_window(c), c.whole("max_window_layers", 28)
     n_layers = c.n_layers("num_hidden_layers")
     return c.sliding(n_layers, window, () if window is None else range(max(first, 0), n_layers))
 
 
 def optional_window(c: ConfigJson) -> int | None:
-    """How far back layers that slide read, None unless ``use_sliding_window`` is set."""
+    """Returns how far back layers with a window read; None unless ``use_sliding_window`` is set."""
     return c.window(4096) if c.flag("use_sliding_window", False) else None
 
 
 def window_keys(config: TransformerConfig) -> dict[str, Any]:
-    """The keys that `window_fields` reads."""
+    """Returns the keys that `window_fields` reads."""
     first = min(config.window_layers, default=config.n_layers)
     return {
         "use_sliding_window": config.window is not None,

@@ -37,12 +37,12 @@ class Qwen3Config(Family):
 
 
 def qwen3_fields(c: ConfigJson) -> dict[str, Any]:
-    """Fields that Qwen 3 has besides Llama's, with and without experts."""
+    """Returns the fields that Qwen 3 has besides Llama's, with and without experts."""
     return {"qk_norm": "head", "biases": ATTENTION if c.flag("attention_bias", False) else ()}
 
 
 def qwen3_keys(config: TransformerConfig, model_class: str, dtype: str, eos_token_id: int | None) -> dict[str, Any]:
-    """The keys that `qwen3_fields` reads."""
+    """Returns the keys that `qwen3_fields` reads."""
     keys = llama_keys(config, model_class, dtype, eos_token_id) | window_keys(config)
     return keys | {"attention_bias": bool(config.biases)}
 

@@ -57,12 +57,13 @@ class Qwen3MoeConfig(Family):
 
 
 def n_experts(c: ConfigJson, default: int) -> int:
-    """Published files say ``num_experts``, transformers 5 writes ``num_local_experts``."""
+    """Returns the number of experts: published files call it ``num_experts``, transformers 5 writes
+    ``num_local_experts``."""
     return c.whole(c.spelled("num_experts", "num_local_experts"), default)
 
 
 def expert_keys(experts: Experts) -> dict[str, Any]:
-    """Keys of a mixture."""
+    """Returns the keys of a mixture."""
     return {
         "num_experts": experts.n,
         "num_local_experts": experts.n,

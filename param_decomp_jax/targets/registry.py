@@ -43,7 +43,8 @@ ARCHITECTURES: dict[str, type[Architecture]] = {
 
 
 def read_config(raw: Mapping[str, Any]) -> Architecture:
-    """The architecture that a `config.json` describes. UnsupportedConfig for an unknown one, or for what it refuses."""
+    """Returns the architecture that a `config.json` describes. Raises UnsupportedConfig for an unknown one, or for what
+    it refuses."""
     name = raw.get("model_type", raw.get("architecture"))
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedConfig(f"model_type is {name!r}; what can be loaded is {', '.join(ARCHITECTURES)}")
@@ -53,7 +54,7 @@ def read_config(raw: Mapping[str, Any]) -> Architecture:
 
 
 def find_published(name: str) -> Architecture | None:
-    """The sizes of a published model by its hub id or its run, None for one that no architecture lists."""
+    """Returns the sizes of a published model by its hub id or its run; None if no architecture lists it."""
     for kind in ARCHITECTURES.values():
         if name in kind.published:
             return kind.published[name]

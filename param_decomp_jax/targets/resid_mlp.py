@@ -1,4 +1,4 @@
-"""The residual MLP: sparse features embedded at random in a residual stream, a few neurons that compute on them.
+"""The residual MLP: sparse features embedded at random in a residual stream, and a few neurons that compute on them.
 
 ``r = x W_E``, per layer ``r ← r + act(r W_in + b_in) W_out + b_out``, ``out = r W_Eᵀ``; rows of W_E have unit norm.
 """
@@ -106,7 +106,7 @@ class ResidMLP(FeatureTarget):
     def forward(
         self, weights: Weights, inputs: Float[Array, "B n"], linears: Linears, start: tuple[int, Array] | None = None
     ) -> Forward:
-        """Features to features."""
+        """Maps features to features."""
         first, x = start if start is not None else (0, self.embed(weights, inputs))
         x, records = run_layers(self.uniform_layers(weights), x, linears, first, self.memory)
         return Forward(matmul(x, weights["embed"].T), records)
@@ -115,7 +115,7 @@ class ResidMLP(FeatureTarget):
         return matmul(inputs.astype(self.compute_dtype), weights["embed"])
 
     def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
-        """All layers are alike."""
+        """Returns all layers as one run."""
         return (UniformLayers(self._layer, weights["layers"], 0, self.architecture.n_layers),)
 
     def _layer(self, x: Float[Array, "B d"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B d"]:
@@ -129,6 +129,6 @@ class ResidMLP(FeatureTarget):
         return x + hooked(linear, "hook_mlp_out", y)
 
     def site_weights(self, weights: Weights) -> dict[str, Float[Array, "*lead d_in d_out"]]:
-        """W of every site, by stack."""
+        """Returns W of every site, by stack."""
         layers = weights["layers"]
         return site_weights(self.sites, lambda s: layers[s.kind][s.first : s.first + s.n_layers])

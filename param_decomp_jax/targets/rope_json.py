@@ -2,8 +2,8 @@
 
 Version 5 of transformers keeps them in the object ``rope_parameters``, version 4 the scaling in ``rope_scaling`` and
 the rest beside it; older files have ``type`` in place of ``rope_type``, and those of GPT-NeoX ``rotary_emb_base`` and
-``rotary_pct``. A file often holds two spellings of a setting. What transformers 5 would take is read, and whatever else
-the file says of the same setting must agree with it; otherwise UnsupportedConfig names both keys.
+``rotary_pct``. A file often holds two spellings of a setting. The value that transformers 5 would take is read, and
+whatever else the file says about the same setting must agree with it; otherwise UnsupportedConfig names both keys.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from param_decomp_jax.targets.config_json import ConfigJson, as_number, same_val
 from param_decomp_jax.targets.transformer_config import TransformerConfig
 
 DEFAULT_THETA = 10_000.0
-"""What transformers means where ``config.json`` does not give the rotary embedding's base."""
+"""The base of the rotary embedding in transformers if ``config.json`` does not give one."""
 OBJECTS = ("rope_scaling", "rope_parameters")
-"""Where the settings lie. Where both are given, transformers reads the first alone."""
+"""The objects that hold the settings. If both are given, transformers reads only the first."""
 THETA_KEYS = ("rope_theta", "rotary_emb_base")
 SHARE_KEYS = ("partial_rotary_factor", "rotary_pct")
 ORIGINAL = "original_max_position_embeddings"
@@ -28,7 +28,8 @@ KNOWN_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Rope:
-    """``theta``: the base. ``scaling``: of the frequencies. ``share``: of a head's dimensions, how many turn."""
+    """A rotary embedding. ``theta``: the base. ``scaling``: that of the frequencies. ``share``: the share of a head's
+    dimensions that are rotated."""
 
     theta: float
     scaling: RopeScaling | None
@@ -36,12 +37,12 @@ class Rope:
 
 
 def read_rope(c: ConfigJson, longest: int, theta_key: str = "rope_theta", share: float | None = None) -> Rope:
-    """The rotary embedding. ``longest``: the model's longest sequence. ``theta_key``: where transformers reads the base
-    if it is in no object. ``share``: what the family takes for a missing share of the dimensions, which is read under
-    GPT-NeoX's key where it lies beside the object; None: all turn, and another share is refused.
+    """Returns the rotary embedding. ``longest``: the model's longest sequence. ``theta_key``: the key of the base
+    outside the objects. ``share``: the family's default for the share of rotated dimensions, which is read under
+    GPT-NeoX's key if it is outside the object. With None all dimensions are rotated, and another share is refused.
 
-    Raises UnsupportedConfig, with the keys: two spellings that disagree, parameters for each kind of layer, a scaling
-    that is not computed, numbers that are missing or null.
+    Raises UnsupportedConfig, with the keys, for two spellings that disagree, parameters for each kind of layer, a
+    scaling that is not supported, and numbers that are missing or null.
     """
     if c.raw.get("rope_local_base_freq") is not None:
         raise UnsupportedConfig("rope_local_base_freq is given; a base of their own for some layers is not supported")
@@ -67,18 +68,18 @@ def _object(c: ConfigJson, key: str) -> dict[str, Any]:
 
 
 class _Reading:
-    """What one of the two objects says, with the keys beside it. ``place``: its key."""
+    """What one of the two objects says, together with the keys outside of it. ``place``: its key."""
 
     def __init__(
         self, c: ConfigJson, place: str, found: Mapping[str, Any], longest: int, theta_key: str, share: float | None
     ) -> None:
         self.c, self.place, self.found = c, place, found
         self.said: dict[str, Any] = {}
-        """By the setting's name, what was read."""
+        """What was read, by the name of the setting."""
         kind = self._one("rope_type", ("rope_type", "type"), (), "default")
         theta = self._number("rope_theta", ("rope_theta",), (theta_key,), DEFAULT_THETA, THETA_KEYS)
         own = SHARE_KEYS[0] if share is None else SHARE_KEYS[1]
-        # A null beside the object is as good as no key, except in GPT-NeoX, whose class has another name for it.
+        # A null beside the object counts as a missing key, except in GPT-NeoX, whose class has another name for it.
         beside = () if share is None and c.raw.get(own) is None else (own,)
         turning = self._number(SHARE_KEYS[0], SHARE_KEYS[:1], beside, 1.0 if share is None else share, SHARE_KEYS)
         if share is None and turning != 1:
@@ -93,15 +94,16 @@ class _Reading:
     # ---- spellings ----
 
     def _given(self, inside: tuple[str, ...], beside: tuple[str, ...]) -> list[tuple[str, Any]]:
-        """What the file holds under these keys: in the object, and beside it."""
+        """Returns what the file holds under these keys, in the object and beside it."""
         own = [(f"{self.place}.{key}", self.found[key]) for key in inside if key in self.found]
         return own + [(key, self.c.raw[key]) for key in beside if key in self.c.raw]
 
     def _one(
         self, name: str, inside: tuple[str, ...], beside: tuple[str, ...], default: Any, also: tuple[str, ...] = ()
     ) -> Any:
-        """The first of these keys that is there, with which all others must agree. ``beside``: the object.
-        ``also``: keys beside it that transformers does not read there, but which say the same."""
+        """Returns the value of the first of these keys that the file has; all others must agree with it. ``beside``:
+        keys beside the object. ``also``: keys beside it that transformers does not read there, but which mean the
+        same."""
         read = self._given(inside, beside)
         first, value = read[0] if read else (None, default)
         if first is not None and value is None:
@@ -119,7 +121,7 @@ class _Reading:
     def _number(
         self, name: str, inside: tuple[str, ...], beside: tuple[str, ...], default: float, also: tuple[str, ...] = ()
     ) -> float:
-        """A positive number under one of these keys."""
+        """Returns a positive number under one of these keys."""
         value = as_number(name, self._one(name, inside, beside, default, also))
         if value <= 0:
             raise UnsupportedConfig(f"{name}: should be a positive number, not {value}")
@@ -154,7 +156,7 @@ class _Reading:
         return self._optional(key, 0.0)
 
     def _optional(self, key: str, default: float) -> float:
-        """A positive number; a null is as good as no key."""
+        """Returns a positive number; a null counts as a missing key."""
         given = self.found.get(key)
         value = as_number(f"{self.place}.{key}", default if given is None else given)
         if value <= 0:
@@ -162,7 +164,8 @@ class _Reading:
         return value
 
     def _original(self) -> int:
-        """Positions of the first training. transformers takes the key beside the object before the one in it."""
+        """Returns the number of positions of the first training. transformers prefers the key beside the object to the
+        one in it."""
         beside, inside = self._given((), (ORIGINAL,)), self._given((ORIGINAL,), ())
         read = beside + inside
         if not read:
@@ -181,7 +184,7 @@ class _Reading:
     def _yarn(self) -> YarnScaling:
         original = self._original()
         if "factor" in self.found and self.found["factor"] is None:
-            factor = self.longest / original  # what transformers makes of a null, but not of a missing key
+            factor = self.longest / original  # transformers does this for a null, but not for a missing key
         else:
             factor = self._needed("factor")
 
@@ -216,7 +219,7 @@ def _refuse_two(first: _Reading, second: _Reading) -> None:
 
 
 def rope_keys(config: TransformerConfig, theta_key: str = "rope_theta") -> dict[str, Any]:
-    """The rotary embedding for transformers 4 and 5 alike."""
+    """Returns the keys of the rotary embedding, for transformers 4 and 5 alike."""
     scaling = None if config.rope_scaling is None else asdict(config.rope_scaling)
     partial = {} if config.rotary_dim is None else {"partial_rotary_factor": config.turning / config.head_dim}
     parameters = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"}), **partial}

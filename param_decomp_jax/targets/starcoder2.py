@@ -12,7 +12,7 @@ from param_decomp_jax.targets.transformer_config import ATTENTION
 STARCODER2_NAMES = NAMES | {"up_proj": "model.layers.{}.mlp.c_fc", "down_proj": "model.layers.{}.mlp.c_proj"}
 BIASES = (*ATTENTION, "up_proj", "down_proj")
 DEFAULT_KV_HEADS, DEFAULT_POSITIONS = 2, 4096
-"""What transformers' Starcoder2Config means where the keys are missing."""
+"""The defaults of transformers' Starcoder2Config."""
 
 
 class Starcoder2Config(Family):

@@ -18,7 +18,7 @@ from param_decomp_jax.targets.base import Forward, Linears, UniformLayers, Weigh
 from param_decomp_jax.targets.features import FeatureTarget
 
 FIRST, HIDDEN, LAST = "linear1", "hidden", "linear2"
-"""Kinds of matrices, in order of application."""
+"""The kinds of matrices, in the order in which they are applied."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TMSConfig(Architecture):
 
     @property
     def last(self) -> int:
-        """Layer number of ``linear2``; ``linear1`` is layer 0 and the hidden ones lie between."""
+        """The layer number of ``linear2``; ``linear1`` is layer 0, and the hidden layers lie between."""
         return self.n_hidden_layers + 1
 
     def matrices(self) -> tuple[Matrix, ...]:
@@ -59,7 +59,7 @@ class TMSConfig(Architecture):
         return shapes
 
     def tensors(self) -> dict[str, Tensors]:
-        """``linear2`` is stored also if it was tied to ``linear1`` in training."""
+        """Returns the tensors; ``linear2`` is stored even if it was tied to ``linear1`` in training."""
         hidden = Tensors(tuple(f"hidden_layers.{i}" for i in range(self.n_hidden_layers)), stacked=True)
         return {name: hidden if name == "hidden_layers" else Tensors((name,)) for name in self.weight_shapes()}
 
@@ -83,13 +83,13 @@ class TMS(FeatureTarget):
     def forward(
         self, weights: Weights, inputs: Float[Array, "B n"], linears: Linears, start: tuple[int, Array] | None = None
     ) -> Forward:
-        """Features to their reconstruction."""
+        """Maps features to their reconstruction."""
         first, x = start if start is not None else (0, self.embed(weights, inputs))
         x, records = run_layers(self.uniform_layers(weights), x, linears, first, self.memory)
         return Forward(jax.nn.relu(x + weights["bias"].astype(x.dtype)), records)
 
     def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
-        """Each matrix is a layer, the hidden ones are alike."""
+        """Returns one layer for each matrix; the hidden ones form one run."""
 
         def layers(kind: str, W: Array, first: int, stop: int) -> UniformLayers:
             return UniformLayers(lambda x, w, linear: linear(kind, x, w), W, first, stop)
@@ -103,7 +103,7 @@ class TMS(FeatureTarget):
         )
 
     def site_weights(self, weights: Mapping[str, Array]) -> dict[str, Float[Array, "*lead d_in d_out"]]:
-        """W of every site, by stack."""
+        """Returns W of every site, by stack."""
 
         def matrix(stack: Stack) -> Array:
             if stack.kind == HIDDEN:

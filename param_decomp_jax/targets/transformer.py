@@ -1,8 +1,8 @@
 """The decoder that a `transformer_config.py:TransformerConfig` describes, as a target.
 
 Matrices are kept for multiplication from the right (``x @ W``) and stacked over layers; biases are frozen and always
-on. All layers run in one scan, those with a sliding window beside those without, for the window is a number of the
-layer's. Layers with experts and layers without are runs of their own.
+on. All layers run in one scan, with a sliding window or without, because the window is a number that belongs to the
+layer. Layers with experts and layers without are separate runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,11 +36,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
 }
 IN_WINDOW, DEPTH = "in_window", "depth"
-"""Numbers of a layer that its scan brings along with its weights."""
+"""Numbers of a layer that its scan slices along with its weights."""
 
 
 def rotary_frequencies(config: TransformerConfig) -> np.ndarray:
-    """Angular frequencies ``[turning / 2]`` in radians per position, scaled as configured."""
+    """Returns angular frequencies ``[turning / 2]`` in radians per position, scaled as configured."""
     assert config.rope_theta is not None
     plain = frequencies(config.turning, config.rope_theta)
     return plain if config.rope_scaling is None else config.rope_scaling.scaled(plain, config.rope_theta)
@@ -58,13 +58,14 @@ class Transformer(Decoder):
 
     @property
     def writes_residual(self) -> frozenset[str]:
-        """What a norm after the block changes first is not simply added; an expert's is added with a weight."""
+        """The kinds of matrices whose output is added to the residual stream, for experts with a weight. There are none
+        if a norm follows each block."""
         kinds = ("o_proj", "down_proj", "experts.down_proj")
         return frozenset(kinds if self.architecture.norms == "before" else ())
 
     @property
     def hooks(self) -> frozenset[str]:
-        """What TransformerLens calls ``ln2`` is the norm before the MLP; one after it has another place."""
+        """The hooks of a layer. TransformerLens' ``ln2`` is the norm before the MLP, not one after it."""
         c = self.architecture
         middle = () if c.parallel else ("hook_resid_mid",)
         normalized = () if c.norms == "after" else (NORMALIZED,)
@@ -84,7 +85,7 @@ class Transformer(Decoder):
         return self._placed(self.look_up(weights["embed"], tokens), weights)
 
     def _placed(self, x: Float[Array, "B T d"], w: Mapping[str, Any]) -> Float[Array, "B T d"]:
-        """Embeddings as they go into the first layer: scaled, at their positions."""
+        """Returns embeddings as they enter the first layer: scaled, with their positions added."""
         if self.architecture.embed_scale != 1:
             x = x * jnp.asarray(self.architecture.embed_scale, x.dtype)
         if self.architecture.learned_positions is not None:
@@ -92,7 +93,7 @@ class Transformer(Decoder):
         return x
 
     def _embedding(self, x: Int[Array, "B T"], w: Mapping[str, Array], linear: LayerLinears) -> Float[Array, "B T d"]:
-        """Layer −1 (F7): from tokens to what goes into the first layer."""
+        """Computes layer −1 (F7): from tokens to the input of the first layer."""
         return self._placed(linear.look_up(EMBED, x, w[EMBED], self.compute_dtype), w)
 
     def uniform_layers(self, weights: Weights) -> Sequence[UniformLayers]:
@@ -152,7 +153,8 @@ class Transformer(Decoder):
     def _placed_heads(
         self, q: Float[Array, "n T heads d"], k: Float[Array, "m S kv_heads d"], w: Mapping[str, Array]
     ) -> tuple[Float[Array, "n T heads d"], Float[Array, "m S kv_heads d"]]:
-        """Queries and keys turned by their positions, 0 and on, and scaled for attention's ``d^-½``."""
+        """Returns queries and keys rotated by their positions, from 0 on, and scaled to make up for attention's
+        ``d^-½``."""
         c = self.architecture
         if c.rope_theta is not None:
             factor = 1.0 if c.rope_scaling is None else c.rope_scaling.attention_factor
@@ -167,7 +169,8 @@ class Transformer(Decoder):
     def queries_and_keys(
         self, weights: Weights, layer: int, q: Float[Array, "n T _"], k: Float[Array, "m S _"]
     ) -> tuple[Float[Array, "n T heads d"], Float[Array, "m S kv_heads d"]]:
-        """Their norm's weight, the rotation and the scales; not biases, the norm's division, clipping."""
+        """Applies their norm's weight, the rotation and the scales, but not biases, the norm's division, or
+        clipping."""
         c = self.architecture
         layers = next(g for g in self.uniform_layers(weights) if g.first <= layer < g.stop)
         own = layers.slice_weights(layer, layer + 1)
@@ -216,17 +219,17 @@ class Transformer(Decoder):
         )
 
     def _stored(self, kind: str) -> str:
-        """The kind of the matrix in which the weights keep this one."""
+        """Returns the kind of the matrix in which the weights keep this one."""
         return QKV if self.architecture.fused is not None and kind in SLICES else kind
 
     def _of_kind(self, w: Mapping[str, Array], kind: str, ending: str) -> Array:
-        """A matrix of a layer or of many, or its bias; of a fused matrix, its slice."""
+        """Returns a matrix of a layer or of many, or its bias; for part of a fused matrix, the slice."""
         stored = self._stored(kind)
         array = w[stored + ending]
         return array if stored == kind else self._slice(array, kind)
 
     def _slice(self, fused: Float[Array, "*n qkv"], kind: str) -> Float[Array, "*n _"]:
-        """The columns of queries, keys or values."""
+        """Returns the columns of queries, keys or values."""
         c = self.architecture
         if c.fused == "heads":
             by_head = fused.reshape(*fused.shape[:-1], c.n_heads, len(SLICES), c.head_dim)
@@ -237,15 +240,15 @@ class Transformer(Decoder):
 
     @cached_property
     def sliced(self) -> bool:
-        """Whether slices of the fused matrix are sites; then they are multiplied one by one."""
+        """Whether slices of the fused matrix are sites; if so, they are multiplied one by one."""
         return any(site.kind.removesuffix(PRE_IDENTITY) in SLICES for site in self.sites.all)
 
     def _read(self, name: str, x: Array, w: Mapping[str, Array]) -> Array:
-        """What a block reads: its norm of the residual stream, where it has one before it."""
+        """Returns what a block reads: the residual stream, normalised if the block has a norm before it."""
         return self._norm(x, w[name], w.get(f"{name}_bias")) if name in w else x
 
     def _added(self, name: str, y: Array, w: Mapping[str, Array]) -> Array:
-        """What a block adds: its output, through the norm where there is one after it."""
+        """Returns what a block adds: its output, normalised if the block has a norm after it."""
         return self._read(name, y, w)
 
     def _norm(self, x: Float[Array, "*n d"], weight: Float[Array, " d"], bias: Array | None = None) -> Array:
@@ -290,7 +293,7 @@ class Transformer(Decoder):
 
 
 class Family(TransformerConfig):
-    """What a family's file subclasses: the description, and the network that it makes."""
+    """The base class of a family: the description, and the network that it makes."""
 
     def target(self, sites: Sites, memory: MemoryPolicy = PLAIN, compute_dtype: Any = jnp.float32) -> Transformer:
         return Transformer(self, sites, memory, compute_dtype)
@@ -303,7 +306,7 @@ def language_logits(
     memory: MemoryPolicy = PLAIN,
     dtype: Any = None,
 ) -> Float[Array, "B T vocab"]:
-    """Logits in fp32 of the network as it stands, no site decomposed. ``dtype``: of activations; None for the
-    weights'."""
+    """Returns logits in fp32 of the undecomposed network. ``dtype``: that of activations; None for that of the
+    weights."""
     model = Transformer(config, Sites(()), memory, weights["embed"].dtype if dtype is None else dtype)
     return model.logits(weights, model.forward(weights, tokens, UNTOUCHED).output)

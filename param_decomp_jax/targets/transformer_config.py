@@ -1,4 +1,4 @@
-"""One decoder, described by data: everything in which the families of this folder differ is a field here.
+"""A decoder described by data: everything in which the families of this folder differ is a field here.
 
 A family is a subclass in a file of its own (of `transformer.py:Family`). It maps a `config.json` to these fields, gives
 the names of its tensors, and says what it refuses.
@@ -23,7 +23,7 @@ QKV, SLICES = "qkv_proj", ("q_proj", "k_proj", "v_proj")
 ATTENTION = (*SLICES, "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 KINDS = (*ATTENTION, *MLP)
-"""The matrices of a layer, in order of application."""
+"""The matrices of a layer, in the order in which they are applied."""
 READS = {
     "qkv_proj": "attn_in", "q_proj": "attn_in", "k_proj": "attn_in", "v_proj": "attn_in", "o_proj": "attn_out",
     "gate_proj": "mlp_in", "up_proj": "mlp_in", "down_proj": "mlp_hidden",
@@ -33,10 +33,10 @@ READS = {
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of ``n`` experts, each a gated MLP of width ``d_mlp``, of which a token takes ``per_token``.
+    """A mixture of ``n`` experts, each a gated MLP of width ``d_mlp``. A token takes ``per_token`` of them.
 
-    ``normalised``: their weights are divided by their sum. ``dense_layers``: numbers of the layers that have an
-    ordinary MLP instead.
+    ``normalised``: whether their weights are divided by their sum. ``dense_layers``: the numbers of the layers that
+    have an ordinary MLP instead.
     """
 
     n: int
@@ -48,20 +48,19 @@ class Experts:
 
 @dataclass(frozen=True)
 class TransformerConfig(Architecture):
-    """Sizes and kinds of a decoder.
+    """The sizes and kinds of a decoder.
 
-    ``norm``: RMSNorm, RMSNorm whose scale is its weight + 1, or LayerNorm with a bias. ``norms``: before each block,
+    ``norm``: RMSNorm, RMSNorm with its weight + 1 as scale, or LayerNorm with a bias. ``norms``: before each block,
     after it (on what it adds), or both. ``parallel``: attention and MLP read the same residual stream, each through a
-    norm of its own.
-    ``rope_theta``: None has a table of ``learned_positions`` instead. ``rotary_dim``: of a head's dimensions, the first
-    that turn (None: all). ``qk_norm``: of queries and keys, of each head or over all of them. ``biases``: kinds of
-    matrices that have one. ``fused``: the file keeps q, k and v in one matrix, one after the other or head by head.
-    ``window``: how far back the layers of ``window_layers`` read; it has no effect where that is empty.
-    ``query_scale``: of scores, None for ``head_dim^-½``; ``scale_by_layer`` divides it by the layer's number from 1 up.
-    ``clip``: largest absolute value of queries, keys and values. ``attention_cap``, ``logit_cap``: x becomes
-    ``cap · tanh(x / cap)``. ``embed_scale``: multiplies embeddings. ``gated``: ``act(gate) · up``, else ``act(up)``.
-    ``tied``: the unembedding is the embedding. ``max_positions``: longest sequence, None where a run's folder from
-    before it was kept does not say.
+    norm of its own. ``rope_theta``: the base; None means a table of ``learned_positions`` instead. ``rotary_dim``: how
+    many of a head's first dimensions are rotated (None: all). ``qk_norm``: whether queries and keys are normalised, in
+    each head or over all of them. ``biases``: the kinds of matrices that have one. ``fused``: whether the file keeps q,
+    k and v in one matrix, one after the other or head by head. ``window``: how far back the layers of ``window_layers``
+    read; it has no effect if that is empty. ``query_scale``: the factor of scores, None for ``head_dim^-½``;
+    ``scale_by_layer`` divides it by the layer's number, counted from 1. ``clip``: the largest absolute value of
+    queries, keys and values. ``attention_cap``, ``logit_cap``: x becomes ``cap · tanh(x / cap)``. ``embed_scale``: the
+    factor of embeddings. ``gated``: ``act(gate) · up``, else ``act(up)``. ``tied``: whether the unembedding is the
+    embedding. ``max_positions``: the longest sequence; None in old runs, which did not keep it.
     """
 
     vocab_size: int
@@ -75,7 +74,7 @@ class TransformerConfig(Architecture):
     rope_theta: float | None = 10000.0
     rope_scaling: RopeScaling | None = None
     tied: bool = False
-    # No part of what the network computes: two that differ in it are the same target.
+    # Not part of what the network computes: two configurations that differ only in it are the same target.
     max_positions: int | None = field(default=None, compare=False)
     norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
     norms: Literal["before", "after", "around"] = "before"
@@ -99,12 +98,12 @@ class TransformerConfig(Architecture):
     experts: Experts | None = None
 
     names: ClassVar[Mapping[str, str]]
-    """The module in which a file keeps every array (a matrix, a norm, ``embed``, …); ``{}`` is the layer's number."""
+    """The module of every array (a matrix, a norm, ``embed``, …) in files; ``{}`` is the layer's number."""
     transposed: ClassVar[bool] = True
     """Whether files keep matrices ``[d_out, d_in]``."""
 
     def __post_init__(self) -> None:
-        """Raises UnsupportedConfig for sizes that do not fit together, and for numbers that give NaN or nonsense."""
+        """Raises UnsupportedConfig for sizes that do not fit together, and for numbers that lead to NaN or nonsense."""
         check_numbers(self)
         if self.n_heads % self.n_kv_heads:
             raise UnsupportedConfig(
@@ -121,12 +120,12 @@ class TransformerConfig(Architecture):
 
     @property
     def turning(self) -> int:
-        """Dimensions of a head that the rotary embedding turns."""
+        """The number of dimensions of a head that the rotary embedding rotates."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """The layers without experts in a mixture of experts."""
+        """The layers without experts."""
         return () if self.experts is None else self.experts.dense_layers
 
     @property
@@ -136,7 +135,7 @@ class TransformerConfig(Architecture):
     # ---- matrices ----
 
     def matrix_shape(self, kind: str) -> tuple[int, int]:
-        """``(d_in, d_out)`` of a kind of matrix."""
+        """Returns ``(d_in, d_out)`` of a kind of matrix."""
         d, q, kv = self.d_model, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         m = 0 if self.experts is None else self.experts.d_mlp
         return {
@@ -146,8 +145,8 @@ class TransformerConfig(Architecture):
         }[kind]  # fmt: skip
 
     def faces(self, kind: str) -> Units | None:
-        """The units that a kind of matrix faces (L7). The fused matrix of queries, keys and values faces none; its
-        slices do."""
+        """Returns the units that a kind of matrix faces (L7). The fused matrix of queries, keys and values faces none;
+        its slices do."""
         d_in, d_out = self.matrix_shape(kind)
         match kind.removeprefix("experts."):
             case "q_proj":
@@ -165,7 +164,7 @@ class TransformerConfig(Architecture):
 
     @cached_property
     def attention_kinds(self) -> tuple[str, ...]:
-        """The matrices of attention as they are kept."""
+        """The kinds of the matrices of attention as they are kept."""
         return ATTENTION if self.fused is None else (QKV, "o_proj")
 
     @cached_property
@@ -175,7 +174,7 @@ class TransformerConfig(Architecture):
 
     @classmethod
     def module_name(cls, layer: int, kind: str) -> str:
-        """The module of a matrix without the files' prefix: ``layers.18.mlp.up_proj``."""
+        """Returns the module of a matrix without the files' prefix: ``layers.18.mlp.up_proj``."""
         return cls.names[kind].format(layer).removeprefix(cls.prefix)
 
     def matrices(self) -> tuple[Matrix, ...]:
@@ -194,13 +193,13 @@ class TransformerConfig(Architecture):
                     yield Matrix(name, layer, kind, READS[kind], *shape, group=run, expert=e, faces=self.faces(kind))
 
     def attention_matrices(self) -> tuple[Matrix, ...]:
-        """As of `Architecture`, without a look at the experts, of which there may be many."""
+        """The matrices as in `Architecture`, without going through the experts, of which there may be many."""
         runs = ((run, layer) for run, layers in enumerate(self.runs()) for layer in layers)
         found = (m for run, layer in runs for m in self._dense(self.attention_kinds, layer, run))
         return tuple(matrix for matrix in found if matrix.faces is not None)
 
     def _dense(self, kinds: Sequence[str], layer: int, run: int) -> Iterator[Matrix]:
-        """A layer's matrices of these kinds, without experts', each with its slices."""
+        """Yields a layer's matrices of these kinds, each with its slices, without those of experts."""
         for kind in kinds:
             name = self.module_name(layer, kind)
             faces = self.faces(kind)
@@ -219,11 +218,11 @@ class TransformerConfig(Architecture):
         return points_of_layers(self.n_layers, ("resid_pre", "attn_out", "mlp_out", "resid_post"))
 
     def has_mlp(self, layer: int) -> bool:
-        """Whether the layer has an ordinary MLP, not experts."""
+        """Returns whether the layer has an ordinary MLP, not experts."""
         return self.experts is None or layer in self.dense_layers
 
     def runs(self) -> list[tuple[int, ...]]:
-        """Neighbouring layers that are alike: with experts, or without."""
+        """Returns runs of neighbouring layers that all have experts, or all have none."""
         return [tuple(layers) for _, layers in groupby(range(self.n_layers), self.has_mlp)]
 
     # ---- weights ----
@@ -276,7 +275,8 @@ class TransformerConfig(Architecture):
         return shapes
 
     def tensors(self) -> dict[str, Any]:
-        """In the structure of `weight_shapes`: ``<module>.weight``, of biases ``<module>.bias``."""
+        """Returns tensor names in the structure of `weight_shapes`: ``<module>.weight``, and ``<module>.bias`` for
+        biases."""
         layers = {
             "layers": tuple(range(self.n_layers)),
             "dense": self.dense_layers,
@@ -296,7 +296,7 @@ class TransformerConfig(Architecture):
         found: dict[str, Any] = {}
         for name, shape in self.weight_shapes().items():
             if not isinstance(shape, dict):
-                # An unembedding is a Linear everywhere, also where the layers' matrices are kept as they are used.
+                # An unembedding is a Linear in every family, even if the layers' matrices are kept as they are used.
                 found[name] = (
                     Tensors((self.names["head"] + ".weight",), transposed=True)
                     if name == "head"
@@ -341,7 +341,7 @@ class TransformerConfig(Architecture):
     @classmethod
     def from_fields(cls, raw: Mapping[str, Any]) -> "TransformerConfig":
         given = dict(raw)
-        if "rms_norm_eps" in given:  # as runs from before there were other families than Llama have it
+        if "rms_norm_eps" in given:  # old runs, from when Llama was the only family, have it
             given["norm_eps"] = given.pop("rms_norm_eps")
         known = {f.name for f in fields(cls)}
         if unknown := given.keys() - known:
@@ -358,7 +358,7 @@ class TransformerConfig(Architecture):
 
 
 def check_numbers(config: TransformerConfig) -> None:
-    """Raises UnsupportedConfig for numbers with which positions, norms or attention give NaN or nonsense."""
+    """Raises UnsupportedConfig for numbers with which positions, norms or attention become NaN or nonsense."""
     positive = {name: getattr(config, name) for name in (
         "rope_theta", "query_scale", "clip", "attention_cap", "logit_cap", "embed_scale", "window",
     )}  # fmt: skip
