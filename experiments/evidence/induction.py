@@ -37,6 +37,7 @@ SHORTEST, LONGEST = 8, 24
 """The least and the largest number of letters of a string that is repeated."""
 REPEATS = 400
 """The number of characters of a document of repeats."""
+SITES = ("h.*.attn.c_attn.q", "h.*.attn.c_attn.k", "h.*.attn.c_attn.v", "h.*.attn.c_proj")
 ROWS = 256
 """The number of held-out rows."""
 
@@ -66,8 +67,8 @@ def make(out: Path, steps: int) -> None:
         pd("pretrain", out / "pretrain.yaml")
     changed = {
         "data.train": out / "data/train", "data.eval": out / "data/eval", "target.folder": out / "model",
-        "pd.decomposition_targets": "[{module_pattern: 'h.*.attn.*', C: 64}]", "pd.steps": 1,
-        "pd.faithfulness_warmup_steps": 0, "out_dir": out / "runs", "run_id": "p-00000001",
+        "pd.decomposition_targets": f"[{', '.join(f'{{module_pattern: {name}, C: 64}}' for name in SITES)}]",
+        "pd.steps": 1, "pd.faithfulness_warmup_steps": 0, "eval": "null", "out_dir": out / "runs", "run_id": "p-00000001",
     }  # fmt: skip
     given = [word for key, value in changed.items() for word in ("--set", f"{key}={value}")]
     pd("train", ROOT / "configs/families/gpt2-sparse.yaml", *given)
