@@ -1,1 +1,1 @@
-"""A run beside what its matrices can be taken apart into without training (section 17): `pd eval --baselines`."""
+"""`pd eval --baselines`: compares a run with decompositions of its matrices that need no training (section 17)."""

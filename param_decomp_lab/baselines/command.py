@@ -28,9 +28,9 @@ from param_decomp_lab.ui.numbers import number
 from param_decomp_lab.ui.tables import plain_table
 
 POSITIONS = 1 << 14
-"""At which second moments are measured, at least: many more than a matrix has inputs."""
+"""The least number of positions at which second moments are measured: many more than a matrix has inputs."""
 MOST_DRAWS = 64
-"""Batches of a toy for the same."""
+"""The most batches of a toy at which second moments are measured."""
 
 
 def compare_with_baselines(
@@ -46,9 +46,10 @@ def compare_with_baselines(
     saes: Sequence[Path] = (),
     choice: Choice = "activation",
 ) -> Comparison:
-    """Writes ``out``, a JSON file, and a figure beside it; None for files in the run's folders of evaluations and of
-    figures, from which the report takes it. ``saes``: folders of SAEs and transcoders to put beside it. ``choice``: of
-    parts. Raises UserError and CannotWrite."""
+    """Compares a run with baselines. Writes ``out``, a JSON file, and a figure beside it; None writes into the run's
+    folders of evaluations and figures, which the report reads. ``saes``: folders of SAEs and transcoders to include.
+    ``choice``: how parts are chosen. Raises UserError and CannotWrite.
+    """
     if out is not None:
         check_output_file(out, "--out")
     dictionaries = read_dictionaries(saes)
@@ -84,7 +85,9 @@ def compare_with_baselines(
 
 
 def other_batches(run: Run, source: BatchSource, n_measured: int, batch_size: int) -> list[Array]:
-    """Batches that are not measured on, `POSITIONS` together: rows that the run trained on, or a toy's next draws."""
+    """Returns batches that are not used for measuring, with `POSITIONS` positions in total: rows of the training data,
+    or a toy's next draws.
+    """
     if not run.is_language_model:
         return [source(n_measured + n) for n in range(min(MOST_DRAWS, math.ceil(POSITIONS / batch_size)))]
     data = run.resolved.train_rows
@@ -98,7 +101,7 @@ def other_batches(run: Run, source: BatchSource, n_measured: int, batch_size: in
 
 
 def show(found: Comparison, data: str, console: Console) -> None:
-    """A table at the decomposition's L0, one by L0, and what they come to."""
+    """Prints a table at the decomposition's L0, one by L0, and the verdict."""
     what = "KL" if found.of_text else "error"
     shown = sorted({0, len(found.lengths) - 1}) if found.lengths else []  # the file has all of them
     table = plain_table(
@@ -123,7 +126,7 @@ def show(found: Comparison, data: str, console: Console) -> None:
 
 
 def _ladder(found: Comparison, what: str) -> Table:
-    """The error by the number of parts that are on."""
+    """Returns a table of the error by the number of parts that are on."""
     columns = ((escape(name), "wrap") for name in found.names)
     ladder = plain_table(f"{what} {with_k_on(found.choice)}", ("k", "right"), *columns)
     for k, errors in found.ladder.items():
@@ -132,5 +135,5 @@ def _ladder(found: Comparison, what: str) -> Table:
 
 
 def _number(x: float) -> str:
-    """Errors of nothing come out a rounding below 0."""
+    """Formats a number. An error of 0 may be slightly negative by rounding."""
     return number(max(x, 0.0))

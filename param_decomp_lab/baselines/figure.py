@@ -1,4 +1,4 @@
-"""The figure of a comparison: error against the number of parts that are on."""
+"""Draws the figure of a comparison: error against the number of parts that are on."""
 
 import textwrap
 from itertools import cycle
@@ -15,16 +15,17 @@ from param_decomp_lab.ui.numbers import number
 COLOURS = {"neurons": "#009e73", "singular vectors": "#cc79a7", "weighted singular vectors": "#e69f00",
            "random rotation": QUIET}  # fmt: skip
 BESIDE = ("#7a5bb5", "#8c564b", "#56b4e9", "#b5a100")
-"""Colours of SAEs and transcoders, one after the other."""
+"""Colours of SAEs and transcoders, in order."""
 FLOOR = 1e-6
 CAPTION_CHARACTERS = 190
-"""In a line below the figure."""
+"""The most characters in a line below the figure."""
 
 
 def comparison_figure(found: Comparison) -> Figure:
-    """Left: error with the masks as they are, by L0, and that of SAEs and transcoders by their number of latents; a bar
-    each where the baselines were measured at the decomposition's L0 alone. Right: how it grows under attack, at the
-    decomposition's L0. Below: what the SAEs and transcoders replace."""
+    """Returns the figure. Left: error without attack by L0, and that of SAEs and transcoders by their number of
+    latents, or bars if the baselines were measured only at the decomposition's L0. Right: the error under attack, at
+    the decomposition's L0. Below: what the SAEs and transcoders replace.
+    """
     below = [
         line
         for text in caption(found.replacements, found.n_sites, found.own.l0)
@@ -55,7 +56,7 @@ def comparison_figure(found: Comparison) -> Figure:
 
 
 def _shown(found: Comparison) -> list[BaselinePoint]:
-    """The points at the decomposition's L0, that with λ above 0 on left out."""
+    """Returns the points at the decomposition's L0, without the one whose parts with λ above 0 are on."""
     return [p for p in found.at_own_l0 if p.chosen != ON_OFF]
 
 
@@ -66,7 +67,7 @@ def _colour(point: BaselinePoint) -> str:
 
 
 def _draw_bars(axes: Axes, found: Comparison, what: str) -> None:
-    """The decomposition with λ as masks, with parts chosen by gradient, then the baselines."""
+    """Draws bars: the decomposition with λ as masks, then with parts chosen by gradient, then the baselines."""
     rows = []
     for p in _shown(found):
         number_on = f"L0 {number(p.l0)}" if p.chosen == LAMBDA else f"{number(p.number)} parts"
@@ -103,5 +104,5 @@ def _draw_by_l0(axes: Axes, found: Comparison, what: str) -> None:
 
 
 def plain(text: str) -> str:
-    """``text`` as it is, for Matplotlib: a dollar sign would begin a formula."""
+    """Escapes ``text`` for Matplotlib, where a dollar sign would begin a formula."""
     return text.replace("$", r"\$")

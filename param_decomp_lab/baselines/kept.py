@@ -1,4 +1,4 @@
-"""The comparison of a run with its baselines, as `pd eval --baselines` leaves it in the run's folder."""
+"""Saves and finds the comparison of a run with its baselines in the run's folder."""
 
 import json
 from dataclasses import asdict
@@ -20,26 +20,28 @@ NAME = "baselines"
 
 
 class Kept(NamedTuple):
-    """``data``: the rows on which it was measured, in words."""
+    """A saved comparison. ``data``: the rows on which it was measured, in words."""
 
     comparison: Comparison
     data: str
 
 
 def comparison_file(run_folder: Path, step: int) -> Path:
-    """Where the comparison at a step is kept."""
+    """Returns the file of the comparison at a step."""
     return run_folder / EVALUATIONS / f"{NAME}_{step}.json"
 
 
 def keep(file: Path, kept: Kept) -> None:
-    """Raises OSError."""
+    """Saves a comparison. Raises OSError."""
     raw = {"data": kept.data, **asdict(kept.comparison)}
     write_whole(file, json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
 
 
 def find_comparison(run_folder: Path, step: int) -> Kept | None:
-    """What is kept of a step; None if nobody has measured it. Raises UserError for a file that is damaged, or has
-    not what this version keeps: before baselines were matched exactly, one lacked the smaller number of parts."""
+    """Returns the saved comparison of a step; None if it was not measured. Raises UserError for a file that is damaged,
+    or lacks what this version saves: older files lack the smaller number of parts, from before baselines were matched
+    exactly.
+    """
     file = comparison_file(run_folder, step)
     if not file.exists():
         return None

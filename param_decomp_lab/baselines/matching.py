@@ -1,4 +1,4 @@
-"""A baseline at exactly the L0 of a decomposition, which need not be a whole number (B5)."""
+"""Matches a baseline to exactly the L0 of a decomposition, which need not be an integer (B5)."""
 
 import math
 from collections.abc import Mapping
@@ -12,15 +12,18 @@ P = TypeVar("P", bound="DataclassInstance")
 
 
 def shares(l0: float) -> dict[int, float]:
-    """B5: the numbers of parts that rows of the data have on, ascending, and the share of the rows with each."""
+    """Returns the numbers of parts that rows of the data have on, ascending, and the share of the
+    rows with each (B5).
+    """
     fewer, more = max(1, math.floor(l0)), max(1, math.ceil(l0))
     return {fewer: 1.0} if fewer == more else {fewer: more - l0, more: l0 - fewer}
 
 
 def mixed(points: Mapping[float, P], l0: float) -> P:
-    """B5: of points in which all rows have so many parts on, the one in which each number has its share of the rows.
-    Every number in it is a mean over rows, so it is the mean of theirs; words are those of the first. Raises KeyError
-    if a number of parts is missing."""
+    """Mixes points in which all rows have the same number of parts on into one in which each number has its share of
+    the rows (B5). Every value is a mean over rows, so it is the weighted mean of theirs; texts are those of the first
+    point. Raises KeyError if a number of parts is missing.
+    """
     of = shares(l0)
     chosen = [points[k] for k in of]
 

@@ -1,4 +1,4 @@
-"""Curves of a run and of its baselines: how far the output moves with how many parts on."""
+"""Measures the error of a run and of its baselines by the number of parts that are on."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,21 +40,23 @@ from param_decomp_lab.opening import Run
 OWN = "decomposition"
 LAMBDA, ON_OFF, LARGEST, BY_GRADIENT = "λ as masks", "λ above", "largest", "by gradient"
 WITH_K_ON: dict[Choice, str] = {"activation": LARGEST, "gradient": BY_GRADIENT}
-"""How a point has so many parts on."""
+"""The name, for each choice, of points with a fixed number of parts on."""
 THRESHOLDS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 STEP_SIZE = 0.1
 
 Progress = Callable[[str], None]
-"""Told what is being measured."""
+"""Receives a text that says what is being measured."""
 
 
 @dataclass(frozen=True)
 class BaselinePoint:
-    """One way of choosing parts, on all batches. ``parts``: `OWN` or a baseline. ``chosen``: `LAMBDA`, `ON_OFF` a
-    threshold, or so many at each site and position, the `LARGEST` or `BY_GRADIENT`: ``number``, a mean over rows of the
-    data where these differ (B5). ``l0``: parts that are not off, a mean over sites and positions. ``error``: R1 with
-    the masks as they are, ``random`` with what is off at random, ``attacked`` after each of the attack's lengths, where
-    it was attacked. ``cross_entropy``: in nats above that of the target; None of a toy."""
+    """One way of choosing parts, measured on all batches. ``parts``: `OWN` or a baseline. ``chosen``: `LAMBDA`,
+    `ON_OFF` by a threshold, or ``number`` parts at each site and position, the `LARGEST` or `BY_GRADIENT`; ``number``
+    is a mean over rows of the data if these differ (B5). ``l0``: the number of parts that are on, averaged over sites
+    and positions. ``error``: R1 with inactive parts masked to 0, ``random`` with random masks for them, ``attacked``
+    after each of the attack's lengths, if it was attacked. ``cross_entropy``: in nats above that of the target; None
+    for a toy.
+    """
 
     parts: str
     chosen: str
@@ -68,8 +70,10 @@ class BaselinePoint:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All points of a run. ``lengths``: steps of the attacks. ``positions``: of the batches together. ``n_sites``: of
-    the run. ``replacements``: SAEs and transcoders beside it (B6). ``choice``: of so many parts (B2, B3)."""
+    """All points of a run. ``lengths``: steps of the attacks. ``positions``: number of positions in all batches.
+    ``n_sites``: number of the run's sites. ``replacements``: SAEs and transcoders (B6). ``choice``: how a given number
+    of parts is chosen (B2, B3).
+    """
 
     run: str
     step: int
@@ -83,18 +87,19 @@ class Comparison:
 
     @property
     def own(self) -> BaselinePoint:
-        """The decomposition with λ as masks."""
+        """The point of the decomposition with λ as masks."""
         return next(p for p in self.points if p.parts == OWN and p.chosen == LAMBDA)
 
     @property
     def own_on_off(self) -> BaselinePoint:
-        """The decomposition with what fires on."""
+        """The point of the decomposition with only firing components on."""
         return next(p for p in self.points if p.parts == OWN and p.chosen == ON_OFF and p.number == 0)
 
     @property
     def to_mix(self) -> dict[str, dict[float, BaselinePoint]]:
-        """The points that make up the one at the decomposition's L0, by their number of parts (B5): for each baseline,
-        and for the decomposition where its parts are chosen by gradient as well."""
+        """The points that are mixed into the one at the decomposition's L0, by their number of parts (B5): for each
+        baseline, and for the decomposition if its parts are chosen by gradient as well.
+        """
         numbers, chosen = shares(self.own.l0), WITH_K_ON[self.choice]
         found: dict[str, dict[float, BaselinePoint]] = {}
         for p in self.points:
@@ -111,8 +116,9 @@ class Comparison:
 
     @property
     def own_by_gradient(self) -> BaselinePoint | None:
-        """The decomposition with as many parts on as a baseline at its L0, chosen by gradient as well; None where λ
-        chooses among its parts."""
+        """The point of the decomposition with as many parts on as a baseline at its L0, also chosen by gradient; None
+        if λ chooses among its parts.
+        """
         points = self.to_mix.get(OWN)
         return None if points is None else mixed(points, self.own.l0)
 
@@ -124,13 +130,14 @@ class Comparison:
 
     @property
     def matched_only(self) -> bool:
-        """Whether baselines were measured at the decomposition's L0 alone."""
+        """Whether baselines were measured only at the decomposition's L0."""
         return {p.number for p in self.points if p.parts != OWN} <= shares(self.own.l0).keys()
 
     @property
     def ladder(self) -> dict[float, dict[str, float]]:
-        """By k, the errors of what has its k largest on: of the decomposition, of each baseline, and of each SAE and
-        transcoder, by name. Of every k at which one of the latter two was measured."""
+        """Returns, for each k, the errors with the k largest parts on, by name: of the decomposition, each baseline,
+        and each SAE and transcoder. It has every k at which a baseline or one of the latter was measured.
+        """
         found: dict[float, dict[str, float]] = {}
         for p in self.points:
             if p.chosen in WITH_K_ON.values():
@@ -142,7 +149,7 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """The names of what `ladder` has."""
+        """The names in `ladder`."""
         return [OWN, *self.matched, *(r.name for r in self.replacements)]
 
     @property
@@ -151,8 +158,10 @@ class Comparison:
         return min(self.matched.values(), key=lambda p: p.error)
 
     def over_best(self, point: BaselinePoint) -> dict[str, float]:
-        """What a point has, divided by what the best baseline of each reading has at the decomposition's L0: ``error``,
-        ``random``, and ``attack``, the longest, where there was one. NaN where a baseline has 0."""
+        """Returns the errors of a point, each divided by that of the baseline which is best in it at the
+        decomposition's L0: ``error``, ``random``, and ``attack`` (the longest, if there was one). NaN if a baseline has
+        0.
+        """
 
         def ratio(reading: Callable[[BaselinePoint], float]) -> float:
             least = min(map(reading, self.matched.values()))
@@ -178,9 +187,9 @@ def compare(
     """Measures a run and its baselines on some batches.
 
     ``others``: batches for the second moments that weight singular vectors, not among those on which they are measured.
-    ``matched_only``: at the run's own L0 alone. ``dictionaries``: SAEs and transcoders to put beside it. ``choice``: of
-    parts (B2). Raises UserError, before anything is computed, for a run whose sites are experts' matrices or an
-    embedding, which have no baselines here, and for dictionaries that do not fit its target.
+    ``matched_only``: measure only at the run's own L0. ``dictionaries``: SAEs and transcoders to include. ``choice``:
+    how parts are chosen (B2). Raises UserError, before anything is computed, for a run whose sites are experts'
+    matrices or an embedding, which have no baselines here, and for dictionaries that do not fit its target.
     """
     fitted = fit_dictionaries(run, dictionaries)
     stacks = run.target.sites.stacks
@@ -229,7 +238,7 @@ class Measurement:
         self._clean = float(np.mean([float(x) for x in clean]))
 
     def own(self) -> Iterator[BaselinePoint]:
-        """The decomposition's (B3), of which that with λ as masks is the first."""
+        """Yields the decomposition's points (B3), first the one with λ as masks."""
         run = self._run
         with jax.set_mesh(run.mesh):
             logits = [jitted(_logits)(self._problem, run.learned, run.weights, batch) for batch in self._batches]
@@ -249,11 +258,13 @@ class Measurement:
             yield self.point(parts, masks, OWN, LARGEST, k, attacked=False)
 
     def of_baseline(self, kind: Baseline, l0: float) -> Iterator[BaselinePoint]:
-        """``l0``: the decomposition's."""
+        """Yields the points of a baseline. ``l0``: the decomposition's."""
         yield from self._chosen(self.parts(kind), kind, l0)
 
     def _chosen(self, parts: Components, name: str, l0: float) -> Iterator[BaselinePoint]:
-        """With k parts on (B2), for every k that is asked for. Attacked are those that make up the point at ``l0``."""
+        """Yields the points with k parts on (B2), for every requested k. Those that are mixed into the point at ``l0``
+        are attacked.
+        """
         matched = shares(l0)
         numbers = sorted({*self._ladder(parts), *matched})
         values = [self.values(parts, batch, numbers[-1]) for batch in self._batches]
@@ -262,7 +273,7 @@ class Measurement:
             yield self.point(parts, masks, name, WITH_K_ON[self._choice], k, attacked=k in matched)
 
     def values(self, parts: Components, batch: Array, most: int) -> Masks:
-        """By which up to ``most`` parts are chosen (B2)."""
+        """Returns the values by which up to ``most`` parts are chosen (B2)."""
         given = (self._problem, parts, self._run.weights, batch)
         with jax.set_mesh(self._run.mesh):
             if self._choice == "gradient":
@@ -277,7 +288,7 @@ class Measurement:
 
     @cached_property
     def _moments(self) -> dict[str, np.ndarray]:
-        """Second moments of what the sites read, by stack."""
+        """Returns the second moments of the inputs of sites, by stack."""
         run, total = self._run, None
         for batch in self._others:
             with jax.set_mesh(run.mesh):
@@ -292,7 +303,7 @@ class Measurement:
         return [k for k in (2**n for n in range(16)) if k <= most]
 
     def parts(self, kind: Baseline) -> Components:
-        """Those of a baseline (B1), by stack."""
+        """Returns the parts of a baseline (B1), by stack."""
         run = self._run
         with jax.set_mesh(run.mesh):
             weights = jax.device_get(self._problem.target.site_weights(run.weights))
@@ -310,7 +321,7 @@ class Measurement:
     def point(
         self, parts: Components, masks: Sequence[Masks], name: str, chosen: str, number: float, attacked: bool
     ) -> BaselinePoint:
-        """One way of choosing parts. ``masks``: of each batch."""
+        """Measures one way of choosing parts. ``masks``: one for each batch."""
         run, found, l0 = self._run, [], []
         lengths = self._lengths if attacked else ()
         for n, (batch, own) in enumerate(zip(self._batches, masks, strict=True)):
@@ -330,7 +341,7 @@ class Measurement:
 
 
 def _firing(logits: Mapping[str, Array], importances: Mapping[str, Array]) -> Masks:
-    """The logits of what fires, shifted so that all of them are above 0; 0 for the rest."""
+    """Returns the logits of firing components, shifted so that all are above 0; 0 for all others."""
     return {name: jnp.where(importances[name] > 0, z - jnp.min(z) + 1, 0) for name, z in logits.items()}
 
 

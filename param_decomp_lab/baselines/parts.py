@@ -1,4 +1,4 @@
-"""Rank-one parts of a matrix that cost no training (B1)."""
+"""Computes rank-one parts of a matrix without training (B1)."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ BASELINES: tuple[Baseline, ...] = ("neurons", "singular vectors", "weighted sing
 Choice = Literal["activation", "gradient"]
 """How the parts that are on are chosen (B2)."""
 SMALLEST = 1e-6
-"""Directions of the inputs count with this share of the largest second moment at least, so that none is lost."""
+"""The least share of the largest second moment with which directions of the inputs count, so that none is lost."""
 
 
 READS_NEURONS = frozenset({"down_proj", "o_proj", "c_proj", "mlp_out", "linear2"})
@@ -24,7 +24,9 @@ def parts_of(
     second_moment: Float[np.ndarray, "d_in d_in"],
     rng: np.random.Generator,
 ) -> tuple[Float[np.ndarray, "d_in C"], Float[np.ndarray, "C d_out"]]:
-    """V and U with ``V U = W``, in float64. ``matrix``: its kind. ``second_moment``: mean of ``x xᵀ`` of inputs."""
+    """Returns V and U with ``V U = W``, in float64. ``matrix``: its kind. ``second_moment``: the mean of ``x xᵀ`` over
+    inputs.
+    """
     W, reads = np.asarray(W, np.float64), matrix in READS_NEURONS
     n = W.shape[0] if reads else W.shape[1]
     match kind:
@@ -46,7 +48,7 @@ def parts_of(
 def _roots(
     second_moment: Float[np.ndarray, "d d"],
 ) -> tuple[Float[np.ndarray, "d d"], Float[np.ndarray, "d d"]]:
-    """The square root, and its inverse."""
+    """Returns the square root, and its inverse."""
     values, vectors = np.linalg.eigh(np.asarray(second_moment, np.float64))
     root = np.sqrt(np.maximum(values, SMALLEST * values.max()))
     return (vectors * root) @ vectors.T, (vectors / root) @ vectors.T

@@ -1,4 +1,4 @@
-"""SAEs and transcoders beside a run: the error when one of them takes the place of an activation (B6)."""
+"""Compares SAEs and transcoders with a run: measures the error when one of them replaces an activation (B6)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,9 +30,11 @@ NAME_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class ReplacementPoint:
-    """So many latents, on all batches. ``chosen``: `ACTIVE`, all that are above 0, or the `LARGEST` so many at each
-    position: ``number``, a mean over rows of the data where these differ (B5). ``l0``: latents above 0 at a position, a
-    mean over positions. ``error``: R1. ``cross_entropy``: in nats above that of the target."""
+    """One choice of latents, measured on all batches. ``chosen``: `ACTIVE`, all that are above 0, or the ``number``
+    `LARGEST` at each position; ``number`` is a mean over rows of the data if these differ (B5). ``l0``: the number of
+    latents above 0 at a position, averaged over positions. ``error``: R1. ``cross_entropy``: in nats above that of the
+    target.
+    """
 
     chosen: str
     number: float
@@ -43,9 +45,11 @@ class ReplacementPoint:
 
 @dataclass(frozen=True)
 class Replacement:
-    """An SAE or a transcoder. ``kind``: which of them; ``architecture``: SAELens' name. ``reads``, ``writes``: hooks by
-    TransformerLens' names. ``d_sae``: its latents. ``model``: on which it was trained, as its folder says, and whether
-    rows of text began with a BOS token then. ``sites``: those of the run whose outputs have no effect any more."""
+    """An SAE or a transcoder. ``kind``: which of the two; ``architecture``: SAELens' name. ``reads``, ``writes``:
+    hooks, by TransformerLens' names. ``d_sae``: the number of latents. ``model``: the model on which it was trained
+    according to its folder, and whether rows of text began with a BOS token then. ``sites``: the run's sites whose
+    outputs have no effect when it is used.
+    """
 
     name: str
     folder: str
@@ -61,23 +65,26 @@ class Replacement:
 
     @property
     def active(self) -> ReplacementPoint:
-        """With all its latents."""
+        """The point with all latents."""
         return next(p for p in self.points if p.chosen == ACTIVE)
 
     def at(self, l0: float) -> list[ReplacementPoint]:
-        """With all its latents; and, if it has as many, with so many of the largest, as a baseline's parts (B5)."""
+        """Returns the point with all latents and, if it has enough, the one with ``l0`` of the largest, chosen like a
+        baseline's parts (B5).
+        """
         has_as_many = shares(l0).keys() <= self.ladder.keys()
         return [self.active, *([mixed(self.ladder, l0)] if has_as_many else [])]
 
     @property
     def ladder(self) -> dict[float, ReplacementPoint]:
-        """By the number of latents."""
+        """Returns the points by their number of latents."""
         return {p.number: p for p in self.points if p.chosen == LARGEST}
 
 
 def caption(replacements: Sequence[Replacement], n_sites: int, l0: float) -> list[str]:
-    """How they compare with a decomposition of ``n_sites`` matrices with ``l0`` components on at each; [] if there are
-    none."""
+    """Describes how they compare with a decomposition of ``n_sites`` matrices with ``l0`` components on at each; []
+    without replacements.
+    """
     lines = []
     for r in replacements:
         bos = " with a BOS token before each row" if r.prepends_bos else ""
@@ -98,19 +105,19 @@ def caption(replacements: Sequence[Replacement], n_sites: int, l0: float) -> lis
 
 
 def read_dictionaries(folders: Sequence[Path]) -> list[DictionaryFolder]:
-    """Raises UserError for what can be no path, and as `read_dictionary` does."""
+    """Reads the folders. Raises UserError for an invalid path, and as `read_dictionary` does."""
     return [read_dictionary(checked_path(str(folder), "--sae")) for folder in folders]
 
 
 def fit_dictionaries(run: Run, folders: Sequence[DictionaryFolder]) -> list[Dictionary]:
-    """What each computes in the run's target. Raises UserError for a run on a toy, and as `DictionaryFolder.fitted`."""
+    """Fits each folder to the run's target. Raises UserError for a toy, and as `DictionaryFolder.fitted` does."""
     if folders and not isinstance(run.target, Decoder):
         raise UserError(f"--sae: {run.folder} decomposes a toy; an SAE takes its place in a language model")
     return [folder.fitted(run.target) for folder in folders]
 
 
 def names_of(folders: Sequence[DictionaryFolder]) -> list[str]:
-    """What they are called in tables: kind and folder, no two alike."""
+    """Returns distinct names for tables: kind and folder."""
     names: list[str] = []
     for folder in folders:
         name = f"{folder.kind} {printable(folder.folder.absolute().name, NAME_CHARACTERS)}"
@@ -130,7 +137,7 @@ def replacement(
     l0: float,
     matched_only: bool,
 ) -> Replacement:
-    """Measures one. ``clean``: the target's cross-entropy. ``l0``: the decomposition's."""
+    """Measures one dictionary. ``clean``: the target's cross-entropy. ``l0``: the decomposition's."""
     tensors = {key: jnp.asarray(x) for key, x in folder.tensors.items()}
     of_dictionary = (problem, dictionary, tensors, run.weights)
     with jax.set_mesh(run.mesh):
@@ -138,7 +145,7 @@ def replacement(
         ladder = shares(l0).keys() | ({2**n for n in range(16)} if not matched_only else set())
         choices: list[int | None] = [None, *(k for k in sorted(ladder) if k <= most)]
         found: dict[int | None, list[tuple[float, float, float]]] = {k: [] for k in choices}
-        # Latents of one batch at a time are held.
+        # Only the latents of one batch are kept at a time.
         for batch in batches:
             x, f = jitted(read_and_encode, (0, 1))(*of_dictionary, batch)
             for k in choices:

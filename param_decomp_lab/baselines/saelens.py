@@ -1,4 +1,4 @@
-"""SAEs and transcoders from folders as SAELens writes them: `cfg.json` beside `sae_weights.safetensors`.
+"""Reads SAEs and transcoders from folders in SAELens' format: `cfg.json` beside `sae_weights.safetensors`.
 
 Keys, defaults and the older form of the file (before SAELens 6: everything at the top, other names) are as in
 `sae_lens/saes/` and `handle_pre_6_0_config` of SAELens 6.54. Keys that do not change what is computed are not read.
@@ -49,7 +49,7 @@ NOT_IN_THE_FOLDER = {
 
 
 class _Metadata(Strict):
-    """What was read and written, and of which model."""
+    """The hooks that it reads and writes, and the model."""
 
     hook_name: str
     hook_name_out: str | None = None
@@ -124,7 +124,8 @@ class _Config(Strict):
 @dataclass(frozen=True)
 class DictionaryFolder:
     """A folder that was read. ``tensors``: `param_decomp_jax.analysis.dictionaries.Tensors` in float32, with norms of
-    the decoder folded in. ``model``, ``prepends_bos``: what it says of the model and the text it was trained on."""
+    the decoder folded in. ``model``, ``prepends_bos``: what it says about the model and the text of its training.
+    """
 
     folder: Path
     config: _Config
@@ -144,7 +145,7 @@ class DictionaryFolder:
         return bool(self.config.metadata.prepend_bos)
 
     def fitted(self, target: Decoder) -> Dictionary:
-        """What it computes in a target. Raises UserError if its hooks or its widths are not the target's."""
+        """Returns the dictionary for a target. Raises UserError if its hooks or its widths are not the target's."""
         config, meta = self.config, self.config.metadata
         may_read, may_write = (
             (READ_BY_TRANSCODERS, WRITTEN_BY_TRANSCODERS) if config.is_transcoder else (READ_BY_SAES, READ_BY_SAES)
@@ -189,7 +190,7 @@ class DictionaryFolder:
         return Hook(layer, found[2])
 
     def _centered(self, target: Decoder) -> bool:
-        """Whether what it was trained on had been brought to mean 0."""
+        """Whether it was trained on activations centered to mean 0."""
         key, given = "metadata.model_from_pretrained_kwargs", self.config.metadata.model_from_pretrained_kwargs or {}
         unknown = sorted(given.keys() - WITHOUT_EFFECT - {CENTERED})
         if unknown:
@@ -206,7 +207,8 @@ class DictionaryFolder:
 
 def read_dictionary(folder: Path) -> DictionaryFolder:
     """Reads a folder. Raises UserError, with the key's or the tensor's name, for what is missing, damaged, or computed
-    otherwise than B6 says."""
+    differently from B6.
+    """
     file = folder / CONFIG_FILE
     if not folder.is_dir():
         raise UserError(f"--sae {folder}: no such folder")
@@ -214,7 +216,7 @@ def read_dictionary(folder: Path) -> DictionaryFolder:
     config = validate(_Config, _as_since_6(raw, file), ConfigSource(str(file)))
     tensors = _read_tensors(folder / WEIGHTS_FILE, config)
     if config.rescale_acts_by_decoder_norm and config.architecture == "topk":
-        # As SAELens folds it, with its bound.
+        # Folded as in SAELens, with its bound.
         lengths = np.maximum(np.linalg.norm(tensors["W_dec"], axis=-1), 1e-8)
         tensors |= {
             "W_enc": tensors["W_enc"] * lengths,
@@ -225,14 +227,14 @@ def read_dictionary(folder: Path) -> DictionaryFolder:
 
 
 def _as_since_6(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The keys that are read, where and as SAELens keeps them since version 6."""
+    """Converts the keys that are read to their form and place in SAELens since version 6."""
     flat = {RENAMED.get(key, key): value for key, value in raw.items()}
     metadata = flat.get("metadata")
     if metadata is None:
         metadata = {}
     if not isinstance(metadata, dict):
         raise UserError(f"{file}: metadata: should be an object, not {metadata!r:.60}")
-    # Null is a missing key, but where it says that something is not there.
+    # Null is a missing key, except where it says that something does not exist.
     known = {key: value for key, value in flat.items() if key in _Config.model_fields and value is not None}
     known["metadata"] = {key: value for key, value in (flat | metadata).items() if key in _Metadata.model_fields}
     slice_ = known["metadata"].get("seqpos_slice")
@@ -257,7 +259,7 @@ class _Stored(NamedTuple):
 
 def _read_tensors(file: Path, config: _Config) -> dict[str, np.ndarray]:
     expected = config.shapes()
-    if not file.is_file():  # a pipe would be waited for
+    if not file.is_file():  # reading a pipe would block
         raise UserError(f"{file}: no such file, or not a regular one; an SAE's tensors lie there")
     with open_safetensors(file) as handle:
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (no mapping)
@@ -278,7 +280,7 @@ def _read_tensors(file: Path, config: _Config) -> dict[str, np.ndarray]:
                 raise UserError(f"{file}: {name} is stored as {stored[name].dtype}; should be floating-point numbers")
         try:
             tensors = {name: np.asarray(handle.get_tensor(name), np.float32) for name in expected}
-            # Older versions saved a factor of one for every latent.
+            # Older versions saved a factor of 1 for every latent.
             scaling = handle.get_tensor("scaling_factor") if "scaling_factor" in stored else np.ones(1)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: cannot be read ({error}): copy or download it again") from error

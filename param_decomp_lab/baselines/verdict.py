@@ -1,4 +1,4 @@
-"""A comparison with baselines in words."""
+"""Describes a comparison with baselines in words."""
 
 import math
 
@@ -8,7 +8,7 @@ from param_decomp_lab.ui.numbers import number
 
 
 def verdict(found: Comparison) -> str:
-    """How the decomposition stands in each reading against the baseline that is best in it."""
+    """Says how the decomposition compares, in each measure, with the baseline that is best in it."""
     own, best, by_gradient = found.own, found.best, found.own_by_gradient
     what = "KL" if found.of_text else "error"
 
@@ -35,7 +35,7 @@ def verdict(found: Comparison) -> str:
 
 
 def title(point: BaselinePoint) -> str:
-    """What a point is called in tables."""
+    """Returns the name of a point in tables."""
     if point.parts != OWN:
         return point.parts
     if point.chosen in WITH_K_ON.values():
@@ -44,5 +44,5 @@ def title(point: BaselinePoint) -> str:
 
 
 def with_k_on(choice: Choice) -> str:
-    """What is compared for each k, after the name of the error."""
+    """Says what is compared for each k, to follow the name of the error."""
     return "with the k largest on" if choice == "activation" else "with k parts on, chosen by gradient"

@@ -1,4 +1,4 @@
-"""Where components fire, as sparse columns: for each component the positions, and for each position the components."""
+"""Stores where components fire in sparse form: the positions of each component, and the components at each position."""
 
 from dataclasses import dataclass
 
@@ -27,14 +27,14 @@ class Activity:
         return np.diff(self.ends)
 
     def by_position(self) -> tuple[Int64[np.ndarray, " positions_plus_1"], Int32[np.ndarray, " firings"]]:
-        """The same by position: ends, and the components that fire there, ascending."""
+        """Returns the same data by position: ends, and the components that fire at each position, ascending."""
         ones = np.ones(len(self.positions), np.int8)
         columns = csc_array((ones, self.positions, self.ends), shape=(self.n_positions, len(self)))
         rows = columns.tocsr()
         return rows.indptr.astype(np.int64), rows.indices.astype(np.int32, copy=False)
 
     def choose(self, chosen: Int64[np.ndarray, " m"]) -> "Activity":
-        """The activity of some components, in ascending order."""
+        """Returns the activity of the components ``chosen``, which are in ascending order."""
         if len(chosen) == len(self):
             return self
         firings = self.firings[chosen]
@@ -44,7 +44,8 @@ class Activity:
 
 
 def harvested_activity(harvest: Harvest) -> Activity:
-    """Where each component of a harvest, numbered through the sites, fires among the sampled positions. Raises
-    UserError for a harvest that is damaged."""
+    """Returns where each component of a harvest, numbered across all sites, fires among the sampled positions. Raises
+    UserError for a damaged harvest.
+    """
     ends, positions = harvest.sampled_firings()
     return Activity(ends, positions, harvest.n_sampled)

@@ -1,4 +1,4 @@
-"""How far two groupings of the same components agree (semantics, section 15)."""
+"""Measures how well two groupings of the same components agree (semantics, section 15)."""
 
 from typing import NamedTuple
 
@@ -7,16 +7,17 @@ from jaxtyping import Int
 
 
 class GroupingAgreement(NamedTuple):
-    """``adjusted_rand``: 1 for equal groupings, 0 by chance. ``kept``: of the pairs that the first keeps together, the
-    share that the second does, too; 1 if the first has none."""
+    """``adjusted_rand``: 1 for equal groupings, 0 by chance. ``kept``: the share of the pairs that the first keeps
+    together which the second keeps together, too; 1 if the first has no pairs.
+    """
 
     adjusted_rand: float
     kept: float
 
 
 def agreement(one: Int[np.ndarray, " n"], other: Int[np.ndarray, " n"]) -> GroupingAgreement:
-    """G7, of groupings given by the number of each component's group."""
-    # scikit-learn has the index, but is not a dependency; no pair is listed here.
+    """Computes G7 for two groupings, each given by the group number of each component."""
+    # scikit-learn has the index, but is not a dependency. Pairs are counted, not listed.
     both = np.unique(np.stack([one, other]), axis=1, return_counts=True)[1]
     together, mine, theirs = (_pairs(counts) for counts in (both, np.bincount(one), np.bincount(other)))
     expected = mine * theirs / max(_pairs(np.asarray([len(one)])), 1.0)
@@ -26,6 +27,6 @@ def agreement(one: Int[np.ndarray, " n"], other: Int[np.ndarray, " n"]) -> Group
 
 
 def _pairs(counts: Int[np.ndarray, " m"]) -> float:
-    """Pairs within sets of these sizes."""
+    """Returns the number of pairs within sets of these sizes."""
     sizes = counts.astype(float)
     return float((sizes * (sizes - 1) / 2).sum())

@@ -1,4 +1,4 @@
-"""Finding the groups of a harvest: from the firings it has kept to a published grouping."""
+"""Finds the groups of a harvest, from its sampled firings to a published grouping."""
 
 import os
 from contextlib import suppress
@@ -19,13 +19,14 @@ from param_decomp_lab.ui.progress import Report, progress
 
 
 def cluster(harvest: Harvest, request: ClusterRequest | None = None, console: Console | None = None) -> Groups:
-    """The groups of a harvest, in its folder. Those that were found before with the same options are returned, and are
-    the newest from now on. Raises UserError where no component fires often enough, and for a damaged harvest; and
-    CannotWrite."""
+    """Finds the groups of a harvest and writes them into its folder. If it was done before with the same options, those
+    groups are returned and become the newest. Raises UserError if no component fires often enough or the harvest is
+    damaged, and CannotWrite.
+    """
     request, console = request or ClusterRequest(), console or Console(quiet=True)
     out = harvest.folder / CLUSTERS / request.options.name
     if (out / CLUSTERS_FILE).is_file():
-        with suppress(OSError):  # where nothing may be written
+        with suppress(OSError):  # the folder may be read-only
             os.utime(out)
         return Groups(out, harvest.index, harvest.n_sampled)
     activity = harvested_activity(harvest)
@@ -57,7 +58,7 @@ def _merge(activity: Activity, request: ClusterRequest, report: Report) -> list[
 
 
 def compare(histories: list[History], n: int, cost_before: float) -> tuple[int, list[SeedResult]]:
-    """The seed of least cost, the first of equal ones; and of each what is said of it."""
+    """Returns the seed of least cost (the first one on a tie), and the results of every seed."""
     costs = [cost_before + float(history.change.sum()) for history in histories]
     seed = int(np.argmin(costs))
     labels = [labels_at(history.first, history.second, n, len(history.first)) for history in histories]

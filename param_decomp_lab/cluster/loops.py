@@ -1,11 +1,12 @@
 """The loops of clustering, compiled (Numba): finding the pairs that may be merged, and merging.
 
-Of 100,000 components with 100 firings at a position, almost every pair fires together somewhere. A pair that pays does
-so often: at the share 2α/(log2 k + 2α) or more of the firings of the rarer one. So a sample of its firings is enough to
-pass over nearly all the others. A merge joins two sorted lists of positions, and counts where the groups near them are
-active with the new one.
+Among 100,000 components of which 100 fire at each position, almost every pair fires together somewhere. A pair whose
+merge pays fires together often: at a share of at least 2α/(log2 k + 2α) of the firings of the rarer component. A sample
+of those firings is therefore enough to rule out nearly all other pairs. A merge joins two sorted lists of positions,
+and counts where the groups near them are active together with the new group.
 
-All of them are in this file, since the compiled ones are kept on disk until their own file changes, whatever they call.
+All loops are in this file, because Numba's cache on disk is only invalidated by a change of a function's own file, not
+of the functions it calls.
 """
 
 import heapq
@@ -17,14 +18,17 @@ from jaxtyping import Float64, Int32, Int64, UInt8
 from param_decomp_lab.compilation import compiled
 
 SAMPLE = 512
-"""Firings of a component that are looked at for others that fire there. One that pays fires at 50 of them or more, on
-average, with 100,000 components and α 1."""
+"""The number of firings of a component that are searched for others that fire there. A component whose merge pays fires
+at 50 or more of them on average, with 100,000 components and α = 1.
+"""
 PASSED = 0.5
-"""A pair is counted whole if it is found at this share, or more, of what would be near."""
+"""A pair is counted exactly if its count in the sample is at least this share of what would make it near."""
 
 
 class Pairs(NamedTuple):
-    """Pairs of components near each other: their own parts (G4), both numbers, and the positions at which both fire."""
+    """Pairs of components near each other: their own parts (G4), the indices of both, and the number of positions at
+    which both fire.
+    """
 
     own: Float64[np.ndarray, " pairs"]
     first: Int32[np.ndarray, " pairs"]
@@ -32,7 +36,7 @@ class Pairs(NamedTuple):
     together: Int64[np.ndarray, " pairs"]
 
     def neighbours(self, n: int) -> tuple[Int64[np.ndarray, " n_plus_1"], Int32[np.ndarray, " twice_pairs"]]:
-        """The components near each of n components: ends, and their numbers."""
+        """Returns the components near each of n components: ends, and their indices."""
         of = np.concatenate([self.first, self.second])
         order = np.argsort(of, kind="stable")
         members = np.concatenate([self.second, self.first])[order]
@@ -43,9 +47,9 @@ class Pairs(NamedTuple):
 def own_part(
     active_i: int, rank_i: int, active_j: int, rank_j: int, together: int, log_k: float, alpha: float
 ) -> float:
-    """G4: what a merge changes in the two groups themselves, times the number of positions.
+    """Computes the part of G4 that depends only on the two merged groups, times the number of positions.
 
-    ``together``: positions at which both are active. ``log_k``: log2(k − 1), of k groups before the merge.
+    ``together``: number of positions at which both are active. ``log_k``: log2(k − 1) for k groups before the merge.
     """
     costs = alpha * (float(active_i) * rank_j + float(active_j) * rank_i)
     return costs - together * (log_k + alpha * (rank_i + rank_j))
@@ -53,14 +57,17 @@ def own_part(
 
 @compiled
 def numbering_part(total: int, k: int) -> float:
-    """G4: what the shorter numbers of all groups save, times the number of positions. ``total``: the sum of the groups'
-    active positions."""
+    """Computes the part of G4 that the shorter indices of all groups save, times the number of positions. ``total``:
+    the number of active positions, summed over groups.
+    """
     return float(total * np.log2((k - 1) / k))
 
 
 @compiled
 def needed(active_i: int, rank_i: int, active_j: int, rank_j: int, log_k: float, alpha: float) -> float:
-    """The positions that two groups are to be active at together for their merge to pay: their own part (G4) is 0."""
+    """Returns the number of positions at which two groups must be active together for their merge to pay: there, their
+    own part (G4) is 0.
+    """
     ranks = log_k + alpha * (rank_i + rank_j)
     return alpha * (float(active_i) * rank_j + float(active_j) * rank_i) / ranks if ranks > 0 else 0.0
 
@@ -74,7 +81,7 @@ def is_near(
 
 @compiled
 def count_together(here: UInt8[np.ndarray, " positions"], column: Int32[np.ndarray, " m"]) -> int:
-    """At how many positions of ``column`` there is a 1 in ``here``."""
+    """Counts the positions of ``column`` at which ``here`` is 1."""
     count = 0
     for p in column:
         count += here[p]
@@ -91,7 +98,7 @@ def find_pairs(
     near: float,
     progress: Int64[np.ndarray, "2"],
 ) -> tuple[Any, ...]:
-    """The columns of `Pairs`, from what fires by component and by position. ``progress``: see `merging.py`."""
+    """Returns the columns of `Pairs`, from the firings by component and by position. ``progress``: see `merging.py`."""
     np.random.seed(0)
     n = len(ends) - 1
     log_k = np.log2(max(n - 1, 1))
@@ -122,7 +129,7 @@ def find_pairs(
             j = touched[t]
             x = np.int64(found[j])
             found[j] = 0
-            # Each pair is found from its rarer side.
+            # Each pair is found from its rarer component.
             if firings[j] < firings[i] or (firings[j] == firings[i] and j <= i):
                 continue
             least = near * needed(firings[i], 1, firings[j], 1, log_k, alpha)
@@ -166,17 +173,20 @@ def merge_groups(
     seed: int,
     progress: Int64[np.ndarray, "2"],
 ) -> tuple[Any, ...]:
-    """A group has a slot: the number of one of its components. ``near_members``: of each slot those near it."""
+    """Merges groups and returns the merges. Each group occupies a slot, the index of one of its components.
+    ``near_members``: for each slot, the slots near it.
+    """
     np.random.seed(seed)
     n = len(ends) - 1
     columns = [positions[ends[i] : ends[i + 1]] for i in range(n)]
     near = [near_members[near_ends[i] : near_ends[i + 1]] for i in range(n)]
     rank, node = np.ones(n, np.int64), np.arange(n)
-    slot_of = np.arange(n).astype(np.int32)  # of the group that has taken a slot in
-    slot = np.full(2 * n, -1, np.int32)  # of a node that is a group now
+    slot_of = np.arange(n).astype(np.int32)  # of the group that absorbed a slot
+    slot = np.full(2 * n, -1, np.int32)  # of each node that is currently a group
     slot[:n] = np.arange(n)
     here, seen = np.zeros(n_positions, np.uint8), np.full(n, -1, np.int64)
-    # A pair's own part only rises while its groups stay as they are, since k falls: an entry of the heap is a bound.
+    # While its groups are unchanged, a pair's own part can only rise, since k falls. An entry of the heap is thus a
+    # lower bound.
     heap = [
         (pairs.own[t], np.random.random(), pairs.first[t], pairs.second[t], pairs.together[t])
         for t in range(len(pairs.own))
@@ -205,7 +215,7 @@ def merge_groups(
                 best.append((own, tie, a, b, x))
         if len(best) == 0:
             break
-        # Of a geometric number, the rest modulo the pairs that are there is distributed as the ranks should be.
+        # The remainder of a geometric number modulo the number of pairs has the distribution that the ranks need.
         chosen = number % len(best)
         for t in range(len(best)):
             if t != chosen:

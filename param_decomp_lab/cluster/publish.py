@@ -1,4 +1,4 @@
-"""Writes the groups of a harvest, into a folder that appears whole."""
+"""Writes the groups of a harvest into a folder that appears only when it is complete."""
 
 import json
 from collections.abc import Sequence
@@ -33,8 +33,9 @@ def publish(
     results: Sequence[SeedResult],
     cost_before: float,
 ) -> None:
-    """Writes all of it and renames the folder to ``out``, in place of what may lie there. ``history``: of ``seed``.
-    Raises UserError and CannotWrite as `new_folder` does."""
+    """Writes everything and renames the folder to ``out``, replacing what is there. ``history``: the merges of
+    ``seed``. Raises UserError and CannotWrite as `new_folder` does.
+    """
     with new_folder(out, marker=CLUSTERS_FILE, overwrite=out.exists()) as folder:
         leaves = pa.table([components.astype(np.int32), firings], schema=COMPONENTS)
         pq.write_table(leaves, folder / COMPONENTS_FILE, compression="zstd")

@@ -1,4 +1,4 @@
-"""What a clustering is asked for."""
+"""The options of a clustering."""
 
 import math
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ MOST_SEEDS = 100
 
 @dataclass(frozen=True)
 class ClusterRequest:
-    """``alpha``: bits that a member of a group costs where the group is active. ``seeds``: how many groupings are made,
-    the first with the best pair each time, the others drawing the pair of rank n with a probability in proportion to
-    exp(−n / ``draw``). ``min_density``: components that fire at a smaller share of the positions are kept apart. Raises
-    UserError for what makes no sense."""
+    """``alpha``: bits that a member of a group costs where the group is active. ``seeds``: how many groupings are made;
+    the first always merges the best pair, the others draw the pair of rank n with a probability proportional to exp(−n
+    / ``draw``). ``min_density``: components that fire at a smaller share of the positions stay ungrouped. Raises
+    UserError for invalid values.
+    """
 
     alpha: float = 1.0
     seeds: int = 3

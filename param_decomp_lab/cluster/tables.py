@@ -1,4 +1,4 @@
-"""What `pd cluster` prints of the groups it has found."""
+"""Prints the groups that `pd cluster` has found."""
 
 from rich.console import Console
 
@@ -8,11 +8,11 @@ from param_decomp_lab.ui.tables import plain_table
 
 LARGEST = 10
 SITES = 3
-"""Sites of a group that are named."""
+"""The number of a group's sites that are named."""
 
 
 def print_groups(groups: Groups, console: Console) -> None:
-    """The largest groups, then how many there are, what they cost, and how far the seeds agree."""
+    """Prints the largest groups, then their number and cost, and how well the seeds agree."""
     several = int((groups.sizes > 1).sum())
     table = plain_table(
         "Largest groups", ("group", "right"), ("members", "right"), ("density", "right"), ("sites", "wrap")

@@ -1,4 +1,4 @@
-"""`pd compare`: runs beside each other."""
+"""`pd compare`: compares runs with each other."""
 
 from param_decomp_lab.compare.page import Compared, compare
 

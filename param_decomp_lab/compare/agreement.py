@@ -1,4 +1,4 @@
-"""Whether two runs found the same components."""
+"""Measures whether two runs found the same components."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.opening.matched import DecomposedTarget, decomposed_target
 
 MOST = 2048
-"""Components of a site that are matched at most, those of largest mean λ: an assignment takes n³ operations."""
+"""The most components of a site that are matched, those of largest mean λ, because an assignment takes n³ operations.
+"""
 
 Progress = Callable[[str], None]
 
@@ -33,8 +34,9 @@ class Cosines:
 
 @dataclass(frozen=True)
 class SiteAgreement:
-    """How far two runs agree at a site. ``counts``: components of each that fire, of which the smaller number is
-    matched. ``cosines`` and, of as many random directions, ``by_chance``: None if a run has no component that fires."""
+    """The agreement of two runs at a site. ``counts``: numbers of components that fire in each, of which the smaller is
+    matched. ``cosines``, and ``by_chance`` for as many random directions: None if no component of a run fires.
+    """
 
     site: str
     counts: tuple[int, int]
@@ -44,7 +46,9 @@ class SiteAgreement:
 
 @dataclass(frozen=True)
 class RunAgreement:
-    """How far two runs agree, by number among the records. ``why``: if it could not be found."""
+    """The agreement of two runs, given by their index among the records. ``why``: the reason if it could not be
+    measured.
+    """
 
     one: int
     other: int
@@ -64,8 +68,9 @@ class RunAgreement:
 def agreements(
     records: Sequence[Record], groups: Sequence[Sequence[int]], progress: Progress = lambda what: None
 ) -> list[RunAgreement]:
-    """The agreement of all pairs of finished runs that differ by their seeds alone; if there are none, of all pairs of
-    finished runs. The pairs of a run that cannot be read say why."""
+    """Returns the agreement of all pairs of finished runs that differ only in their seeds or, without such pairs, of
+    all pairs of finished runs. Pairs with a run that cannot be read give the reason.
+    """
     done = [[number for number in group if records[number].finished] for group in groups]
     pairs = [pair for group in done for pair in combinations(group, 2)]
     if not pairs:
@@ -97,7 +102,7 @@ def agreements(
 
 
 def of_site(name: str, one: Fired, other: Fired, seed: int = 0) -> SiteAgreement:
-    """P4 of two runs at a site. ``seed``: of the random directions."""
+    """Computes P4 for two runs at a site. ``seed``: of the random directions."""
     counts = one.V.shape[1], other.V.shape[1]
     if not all(counts):
         return SiteAgreement(name, counts, None, None)
@@ -105,14 +110,17 @@ def of_site(name: str, one: Fired, other: Fired, seed: int = 0) -> SiteAgreement
 
 
 def matched(one: Fired, other: Fired) -> Cosines:
-    """Mean cosines of pairs, matched one to one so that their sum is largest: for V, U and the matrices apart."""
+    """Returns the mean cosines of pairs that are matched one to one so that their sum is largest, separately for V, U
+    and the matrices.
+    """
     V, U = all_cosines(one, other)
     return Cosines(*(float(x[assignment(x)].mean()) for x in (np.abs(V), np.abs(U), V * U)))
 
 
 def _fired(folder: Path) -> tuple[DecomposedTarget, dict[str, Fired]]:
-    """A run's target, and its components that fire in its evaluation's batches, by site; the `MOST` of largest mean
-    λ."""
+    """Returns a run's target, and by site its components that fire in its evaluation's batches: at most `MOST`, those
+    of largest mean λ.
+    """
     run = load_run(folder)
     means = _mean_importances(run)
     found = {}
@@ -125,7 +133,9 @@ def _fired(folder: Path) -> tuple[DecomposedTarget, dict[str, Fired]]:
 
 
 def _mean_importances(run: Run) -> dict[str, Float[np.ndarray, " C"]]:
-    """Mean λ of every component over the batches of the run's own evaluation; a single batch where it has none."""
+    """Returns the mean λ of every component over the batches of the run's own evaluation, or over a single batch if it
+    has none.
+    """
     request = EvaluationRequest(["CI_L0"])
     config = evaluation_config(run.config, request, str(run.folder))
     assert config.method.eval is not None

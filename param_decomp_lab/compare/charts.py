@@ -1,4 +1,4 @@
-"""Errors against L0, one point a run, as numbers that the page's template draws."""
+"""Computes charts of errors against L0, with one point for each run, for the page's template."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from param_decomp_lab.ui.numbers import number
 
 @dataclass(frozen=True)
 class Dot:
-    """A run, at percents of the plot from the left and the top. ``kind``: of its class in the style sheet."""
+    """A run, at percentages of the plot from the left and the top. ``kind``: its class in the style sheet."""
 
     run: int
     left: float
@@ -22,8 +22,9 @@ class Dot:
 
 @dataclass(frozen=True)
 class FrontChart:
-    """``bars``: colours and paths of error bars of seeds. ``front``: the steps below which no run is, as a path; empty
-    without a front. Paths are in a box of 1000 x 1000."""
+    """``bars``: colours and paths of error bars of seeds. ``front``: a step curve, below which there are no runs, as a
+    path; empty without a front. Paths are in a box of 1000 x 1000.
+    """
 
     title: str
     unit: str
@@ -34,7 +35,7 @@ class FrontChart:
 
 
 def front_chart(front: Front, labels: Sequence[str], colors: Mapping[int, str]) -> FrontChart:
-    """The chart of a front. ``labels``, ``colors``: of the runs, by number."""
+    """Returns the chart of a front. ``labels``, ``colors``: those of the runs, by index."""
     axes = Scatter(axis([point.l0 for point in front.points]), axis([point.error for point in front.points]))
     dots = [
         Dot(
@@ -61,7 +62,7 @@ def _kind(point: RunPoint, front: Front) -> str:
 
 
 def _steps(points: Sequence[RunPoint], axes: Scatter) -> str:
-    """From the top down along the front, and on to the right edge."""
+    """Returns the path from the top down along the front, and to the right edge."""
     if not points:
         return ""
     places = [axes.place(point.l0, point.error) for point in points]

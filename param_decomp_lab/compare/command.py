@@ -27,7 +27,7 @@ def compare_runs(
     check_output_file(out, "--out")
     found = compared(read_records(folders))
     if agreement:
-        from param_decomp_lab.compare.agreement import agreements  # opens runs, for which JAX has to start
+        from param_decomp_lab.compare.agreement import agreements  # opens runs, which starts JAX
 
         found = replace(found, agreements=agreements(found.records, found.groups, progress))
     try:
@@ -38,7 +38,7 @@ def compare_runs(
 
 
 def show(found: Compared, console: Console) -> None:
-    """The runs with their points, and how far they agree."""
+    """Prints the runs with their points, and their agreement."""
     names = [front.name for front in found.fronts]
     table = plain_table(
         "Last evaluations (*: on the front of L0 and this error)",
@@ -80,7 +80,7 @@ def show(found: Compared, console: Console) -> None:
 
 
 def as_json(found: Compared) -> str:
-    """Everything that the page shows but the curves."""
+    """Returns everything that the page shows except the curves."""
     runs = [
         {
             "folder": record.status.folder, "id": record.id, "label": label, "state": record.status.state,

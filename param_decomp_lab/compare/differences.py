@@ -1,4 +1,4 @@
-"""In what the configurations of runs differ, and which runs differ by their seeds alone."""
+"""Finds how the configurations of runs differ, and which runs differ only in their seeds."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from param_decomp_lab.runs.configuration import method_part
 
 ABSENT = "–"
 NOTHING = ("null", "false")
-"""What a key that newer runs have says, mostly, where it does nothing: as if it were absent."""
+"""The usual values of a newer key that has no effect: the same as its absence."""
 NAMES = ("run_id", "run_name", "out_dir", "torch_config", "experiment", "wandb_group", "wandb_tags")
-"""Keys that say what a run is called and where it lies."""
+"""Keys of a run's name and place."""
 PLACES = ("mesh", "memory", "steps_per_dispatch", "remat_recon_forwards", "milestones")
-"""Keys that leave the numbers as they are: where and how they are computed."""
+"""Keys that do not change results: where and how they are computed."""
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """All that a configuration sets, by the keys that `--set` takes, as JSON."""
+    """Returns all values of a configuration, as JSON, by the keys that `--set` takes."""
     wrapper = config.get("wrapper")
     own = wrapper if isinstance(wrapper, Mapping) else {}
     method = method_part(config)
@@ -31,8 +31,9 @@ def settings(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def differences(records: Sequence[Record]) -> dict[str, list[str]]:
-    """The keys in which runs differ, each with its value in every run, as a person would write it: `ABSENT` where a run
-    has no such key or cannot be read. Runs that cannot be read make no difference."""
+    """Returns the keys in which runs differ, each with its value in every run, as a person would write it: `ABSENT` if
+    a run lacks the key or cannot be read. Runs that cannot be read are ignored in finding the keys.
+    """
     all_settings = [None if record.config is None else settings(record.config) for record in records]
     known = [own for own in all_settings if own is not None]
     keys = dict.fromkeys(key for own in known for key in own)
@@ -48,8 +49,9 @@ def is_seed(key: str) -> bool:
 
 
 def seed_groups(records: Sequence[Record]) -> list[list[int]]:
-    """The runs, by number, in groups that differ by seeds alone, and in what leaves the numbers as they are. A run that
-    cannot be read is in none."""
+    """Returns groups of runs, by index, that differ only in seeds and in settings that do not change results. A run
+    that cannot be read is in no group.
+    """
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for number, record in enumerate(records):
         if record.config is not None:
@@ -62,7 +64,9 @@ def seed_groups(records: Sequence[Record]) -> list[list[int]]:
 
 
 def in_order(records: Sequence[Record]) -> list[Record]:
-    """By the values in which they differ, seeds after all others; runs that cannot be read last."""
+    """Sorts runs by the values in which they differ, with seeds after all other keys; runs that cannot be read come
+    last.
+    """
     different = differences(records)
     keys = sorted(different, key=is_seed)
 
@@ -73,7 +77,7 @@ def in_order(records: Sequence[Record]) -> list[Record]:
 
 
 def _comparable(text: str) -> tuple[bool, float, str]:
-    """Numbers by size, before texts."""
+    """Returns a sort key that orders numbers by size, before texts."""
     try:
         value = float(text)
     except ValueError:
@@ -82,7 +86,9 @@ def _comparable(text: str) -> tuple[bool, float, str]:
 
 
 def short_names(keys: Sequence[str], records: Sequence[Record]) -> dict[str, str]:
-    """Each key by as few of its last words as tell it from the others; an entry of a list goes by its type."""
+    """Shortens each key to the fewest last words that distinguish it from the others; an entry of a list is named by
+    its type.
+    """
     config = next((record.config for record in records if record.config is not None), {})
     words = {key: _words(key, method_part(config)) for key in keys}
     found = {}
@@ -96,7 +102,7 @@ def short_names(keys: Sequence[str], records: Sequence[Record]) -> dict[str, str
 
 
 def _words(key: str, config: Any) -> list[str]:
-    """The words of a key, with the type of a list's entry in place of its number."""
+    """Returns the words of a key, with the type of a list's entry instead of its index."""
     words = []
     for word in key.split("."):
         if isinstance(config, Mapping):
@@ -119,8 +125,9 @@ def _plain(text: str | None) -> str:
 
 
 def labels(records: Sequence[Record], most: int = 4) -> list[str]:
-    """What a run is called: its own values where few keys differ, else its name and its id; its folder if
-    that does not tell them apart."""
+    """Returns the label of each run: its values if few keys differ, else its name and id, or its folder if these are
+    not unique.
+    """
     different = differences(records)
     different = {key: values for key, values in different.items() if key.split(".")[0] not in PLACES} or different
     names = short_names(list(different), records)

@@ -1,4 +1,4 @@
-"""Points of runs, one a run, and the front of them: those that no other run beats in both."""
+"""Computes one point for each run, and the front: the runs that no other run beats in both coordinates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ from param_decomp_lab.compare.records import Record
 
 @dataclass(frozen=True)
 class RunPoint:
-    """A run's last evaluation (P1). ``run``: its number among the runs. ``finished``: only such runs can be on a
-    front."""
+    """A run's last evaluation (P1). ``run``: its index among the runs. ``finished``: whether it has finished; only such
+    runs can be on a front.
+    """
 
     run: int
     l0: float
@@ -20,7 +21,7 @@ class RunPoint:
 
 @dataclass(frozen=True)
 class Spread:
-    """Runs that differ by their seeds alone: means, and from the least to the largest."""
+    """The mean and range over runs that differ only in their seeds."""
 
     runs: tuple[int, ...]
     l0: tuple[float, float, float]
@@ -29,8 +30,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Front:
-    """One error against L0. ``unit``: of the error; empty if it has none. ``front``: numbers of the runs on it, by L0
-    (P2). ``spreads``: of seeds (P3)."""
+    """One error against L0. ``unit``: of the error; empty if it has none. ``front``: indices of the runs on it, by L0
+    (P2). ``spreads``: those of seeds (P3).
+    """
 
     name: str
     unit: str
@@ -40,7 +42,9 @@ class Front:
 
 
 def fronts(records: Sequence[Record], groups: Sequence[Sequence[int]]) -> list[Front]:
-    """One for every error that any run has. ``groups``: runs that differ by their seeds alone (`seed_groups`)."""
+    """Returns a front for every error that any run has. ``groups``: runs that differ only in their seeds
+    (`seed_groups`).
+    """
     names = dict.fromkeys(name for record in records for name in record.errors)
     return [_front(name, records, groups) for name in names]
 
@@ -66,7 +70,9 @@ def _front(name: str, records: Sequence[Record], groups: Sequence[Sequence[int]]
 
 
 def on_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Numbers of the points than which no other is as low in both and lower in one. Equal points are on it together."""
+    """Returns the indices of the points for which no other point is as low in both coordinates and lower in one. Equal
+    points are on the front together.
+    """
     order = sorted(range(len(points)), key=lambda n: points[n])
     found: list[int] = []
     best = float("inf")

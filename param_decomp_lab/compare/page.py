@@ -1,4 +1,4 @@
-"""The page of a comparison, self-contained."""
+"""Renders the self-contained page of a comparison."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
 PALETTE = [f"var(--c{i})" for i in range(8)]
 RUNS_SHOWN = 50
-"""Runs that a notebook shows of a comparison."""
+"""The most runs of a comparison that a notebook shows."""
 LABEL_CHARACTERS = 60
 FEW = 14
-"""Up to so many runs are named in the legend of a chart of curves."""
+"""The most runs that are named in the legend of a chart of curves."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """All that is shown of some runs. ``labels``: of the runs. ``differences``: by key, the value of every run.
-    ``groups``: runs that differ by their seeds alone."""
+    """Everything that is shown of some runs. ``labels``: of the runs. ``differences``: the value of every run, by key.
+    ``groups``: runs that differ only in their seeds.
+    """
 
     records: list[Record]
     labels: list[str]
@@ -44,15 +45,18 @@ class Compared:
 
     @property
     def colors(self) -> dict[int, str]:
-        """One for runs that differ by their seeds alone; beyond eight, a ramp."""
+        """Returns a colour for each run, the same for runs that differ only in their seeds; beyond eight, the colours
+        form a ramp.
+        """
         n = len(self.groups)
         shades = PALETTE if n <= len(PALETTE) else ramp_colors(n)
         of_groups = {run: shades[g] for g, group in enumerate(self.groups) for run in group}
         return {run: of_groups.get(run, "var(--ink-2)") for run in range(len(self.records))}
 
     def plot(self, error: str | None = None) -> "Figure":
-        """L0 and an error of every run, and the front, as a matplotlib figure. ``error``: one of the names of `fronts`;
-        None for the first. Raises UserError if no run has it."""
+        """Plots L0 and an error of every run, and the front, as a matplotlib figure. ``error``: one of the names of
+        `fronts`; None for the first. Raises UserError if no run has it.
+        """
         from param_decomp_lab.metrics.figures import front_of_runs
 
         found = {front.name: front for front in self.fronts if front.points}
@@ -80,15 +84,17 @@ class Compared:
 
 
 def compare(*folders: str | Path) -> Compared:
-    """The runs in or below ``folders``, beside each other; a notebook shows them as a table, ``.plot()`` their front.
+    """Compares the runs in or below ``folders``. A notebook shows them as a table; ``.plot()`` shows their front.
 
-    Reads small files, no checkpoint. Raises UserError if a folder is missing or has no run.
+    Reads only small files, not checkpoints. Raises UserError if a folder is missing or has no run.
     """
     return compared(read_records([Path(folder) for folder in folders]))
 
 
 def compared(records: Sequence[Record]) -> Compared:
-    """Without agreements, for which checkpoints have to be read. Runs are ordered by what differs, the seed last."""
+    """Compares records, without agreements, which need checkpoints. Runs are ordered by the values that differ, the
+    seed last.
+    """
     records = in_order(records)
     groups = seed_groups(records)
     different = differences(records)
@@ -97,7 +103,7 @@ def compared(records: Sequence[Record]) -> Compared:
 
 
 def render(found: Compared) -> str:
-    """The page as a string."""
+    """Returns the page as a string."""
     environment = templates_beside(__file__)
     environment.filters.update(number=number)
     seeds = [group for group in found.groups if sum(found.records[run].finished for run in group) > 1]
@@ -115,7 +121,7 @@ def render(found: Compared) -> str:
 
 
 def _states(records: Sequence[Record]) -> str:
-    """How many runs there are of each state."""
+    """Says how many runs are in each state."""
     counts: dict[str, int] = {}
     for record in records:
         counts[record.status.state] = counts.get(record.status.state, 0) + 1
@@ -123,7 +129,7 @@ def _states(records: Sequence[Record]) -> str:
 
 
 def _curves(found: Compared) -> list[Chart]:
-    """L0, every error, and every term of the loss over training; one line a run."""
+    """Returns charts of L0, every error, and every loss term over training, with one line for each run."""
     titles: dict[str, dict[int, Series]] = {}
     for run, record in enumerate(found.records):
         if (l0 := record.l0) is not None:

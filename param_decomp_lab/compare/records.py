@@ -1,5 +1,6 @@
-"""What is compared of a run: its state, its configuration and its metrics, from small files, any of which may be
-damaged."""
+"""Reads what is compared between runs (state, configuration and metrics) from small files, any of
+which may be damaged.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +27,9 @@ ATTACK = "attack"
 
 @dataclass(frozen=True)
 class Record:
-    """A run as far as it can be read. ``config``: None if it cannot, as is ``status.why`` then. ``series``: its metrics
-    by key."""
+    """The readable parts of a run. ``config``: None if it cannot be read, for the reason in ``status.why``. ``series``:
+    its metrics by key.
+    """
 
     status: RunStatus
     config: Mapping[str, Any] | None
@@ -43,12 +45,12 @@ class Record:
 
     @property
     def of_text(self) -> bool:
-        """Whether its errors are KLs."""
+        """Whether its errors are KL divergences."""
         return any(key.startswith("eval/ce_kl/kl_") for key in self.series)
 
     @cached_property
     def l0(self) -> Series | None:
-        """Active components at a position, a mean over sites, at every evaluation."""
+        """The number of active components at a position, averaged over sites, at every evaluation."""
         table = l0_table(self.series, component_counts(self.config or {}, l0_names(self.series)))
         if table is None or not table.sites:
             return None
@@ -60,7 +62,9 @@ class Record:
 
     @cached_property
     def errors(self) -> dict[str, Series]:
-        """What is held against L0, by its name: KL under maskings and attacks; the losses of a toy's evaluation."""
+        """The errors that are plotted against L0, by name: KL under maskings and attacks, or the losses of a toy's
+        evaluation.
+        """
         found = {words: series for name, words in MASKINGS.items() if (series := kl(self.series, name))}
         attacked = {
             ATTACK if name == "PGDReconLoss" else f"{ATTACK}, {name}": series
@@ -73,13 +77,15 @@ class Record:
         return {**found, **others, **attacked}
 
     def error(self, name: str) -> float | None:
-        """The last of an error that is finite; None without one."""
+        """Returns the last finite value of an error; None without one."""
         series = self.errors.get(name)
         return series.last if series is not None and isfinite(series.last) else None
 
 
 def read_records(folders: Sequence[Path]) -> list[Record]:
-    """All runs in or below ``folders``, the oldest first. UserError for a missing folder, and if there is no run."""
+    """Returns all runs in or below ``folders``, the oldest first. Raises UserError for a missing folder, and if there
+    are no runs.
+    """
     found = find_runs(folders)
     if not found:
         raise UserError(f"no runs in {', '.join(map(str, folders))}; give their folders: pd compare RUN RUN …")

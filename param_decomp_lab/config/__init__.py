@@ -1,4 +1,4 @@
-"""Configuration files, parsed and validated once into typed, immutable objects."""
+"""Parses and validates configuration files, once, into typed, immutable objects."""
 
 from param_decomp_lab.config.checks import term_names
 from param_decomp_lab.config.resolve import RunConfig, difference, load_config

@@ -1,4 +1,4 @@
-"""Checks that involve several keys or both files: errors, unsupported combinations, and warnings."""
+"""Checks what involves several keys or both files: errors, unsupported combinations, and warnings."""
 
 from collections.abc import Iterator, Sequence
 
@@ -28,7 +28,7 @@ from param_decomp_lab.schema.site_names import matches_module
 from param_decomp_lab.schema.strict import Strict, as_far_as_read
 
 LONGEST = "pd.ci_config.simple_transformer_ci_cfg.attn_config.max_len"
-"""The key that limits the rows that a CI transformer takes."""
+"""The key that limits the length of the rows that a CI transformer takes."""
 _TOY_MODULES: dict[Experiment, tuple[str, ...]] = {
     "tms": ("linear1", "linear2", "hidden_layers.{layer}"),
     "resid_mlp": ("layers.{layer}.mlp_in", "layers.{layer}.mlp_out"),
@@ -42,11 +42,11 @@ _BEGINS_WITH = {
     "weighted_singular_vectors": ("weighted singular vectors", "its rank"),
     "nonlinearity_aligned": ("aligned components", "its number of neurons or of channels of heads"),
 }
-"""By `init_components`: what they are, and from which C on they add up to their matrix."""
+"""For each `init_components`: what they are called, and the least C with which they add up to their matrix."""
 
 
 def infer_toy(patterns: Sequence[str]) -> Experiment | None:
-    """The toy whose modules every pattern matches; None if neither or both qualify."""
+    """Returns the toy whose modules match all patterns; None if neither or both qualify."""
 
     def all_match(templates: tuple[str, ...]) -> bool:
         modules = {template.format(layer=layer) for template in templates for layer in _TOY_LAYERS}
@@ -57,7 +57,9 @@ def infer_toy(patterns: Sequence[str]) -> Experiment | None:
 
 
 def term_names(losses: tuple[Loss, ...]) -> tuple[str, ...]:
-    """The names under which terms are logged: `name`, else the class, with `_2`, `_3` … after the first unnamed one."""
+    """Returns the names under which terms are logged: `name`, else the class, with `_2`, `_3` … after the first unnamed
+    one.
+    """
     unnamed: dict[str, int] = {}
     names = []
     for loss in losses:
@@ -170,7 +172,9 @@ def _terms(method: MethodFile, section: str) -> tuple[Strict, ...]:
 
 
 def losses_of(method: MethodFile) -> Iterator[tuple[str, Loss]]:
-    """The losses to train on and those that are measured, with their keys. Parts may be missing that were not read."""
+    """Yields the losses to train on and those to measure, with their keys. Parts that could not be
+    read may be missing.
+    """
     for section, key in TERMS.items():
         for n, term in enumerate(as_far_as_read(_terms, method, section)):
             if isinstance(term, Loss):
@@ -353,7 +357,7 @@ def _warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
 
 
 def _data_warnings(wrapper: Wrapper, data: LanguageModelData) -> Iterator[str]:
-    """Warns of a data set that is not read, and of keys that say something of one where there is none."""
+    """Warns of a data set that is not read, and of keys that apply only to a data set where files are named."""
     if wrapper.data is not None and wrapper.bos:
         yield "bos: has no effect with data, whose rows are there already"
     if wrapper.data is not None and not data.of_files:
@@ -378,7 +382,7 @@ def _split_warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
 
 
 def _held_warnings(wrapper: Wrapper) -> Iterator[str]:
-    """Warns of copies that are the same as what lies at rest."""
+    """Warns of node copies that have no effect because there is only one node."""
     memory = wrapper.memory
     by_node = [group for group, by in memory.held.items() if by == "node"]
     if by_node and wrapper.mesh.nodes == 1:

@@ -1,4 +1,4 @@
-"""`pd configs convert`: writes a file of the original project in today's form."""
+"""`pd configs convert`: rewrites a file of the original project in the current form."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +10,16 @@ BY = "pd configs convert"
 
 
 def converted_path(source: Path, out: Path) -> Path:
-    """The wrapper that `convert` writes. ``out``: its name, or a folder."""
+    """Returns the path of the wrapper that `convert` writes. ``out``: its name, or a folder."""
     return out if out.suffix in (".yaml", ".yml") else out / f"{source.stem}.yaml"
 
 
 def convert(source: Path, out: Path) -> tuple[Path, tuple[str, ...]]:
-    """Writes ``source``, anything that `load_config` takes, as a wrapper and its schema file; ``out``: as above.
+    """Writes ``source``, anything that `load_config` takes, as a wrapper and its schema file; ``out``: as in
+    `converted_path`.
 
-    Returns the wrapper and the notes on what was read. UserError where the source is wrong or has what is lacking here,
-    which is all said at once, and where another file would be replaced.
+    Returns the wrapper and the notes on what was read. Raises UserError, which lists everything at once, if the source
+    is invalid or has keys that are unsupported here, and if another file would be replaced.
     """
     target = converted_path(source, out)
     refuse_taken(target, BY)
@@ -28,7 +29,7 @@ def convert(source: Path, out: Path) -> tuple[Path, tuple[str, ...]]:
 
 
 def _header(raw: RawConfig) -> Iterator[str]:
-    """What was translated, what was left out, and what is otherwise here."""
+    """Yields comment lines on what was translated, what was left out, and what differs here."""
     translation = raw.translation
     if translation.is_as_it_was:
         yield f"The form was that of {translation.title}, which is read as it is."

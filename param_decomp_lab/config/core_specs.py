@@ -30,7 +30,7 @@ from param_decomp_lab.schema.strict import all_read
 
 
 def decomposition(config: RunConfig) -> state.Decomposition:
-    """The core's description of a run, without its sites and target."""
+    """Returns the core's description of a run, without its sites and target."""
     pd = config.method.pd
     terms = zip(pd.loss_metrics, term_names(pd.loss_metrics), strict=True)
     return state.Decomposition(
@@ -46,7 +46,7 @@ def decomposition(config: RunConfig) -> state.Decomposition:
         ),
         ci_optimizer=_optimizer(pd.ci_fn_optimizer, config.wrapper.memory.optimizers.ci_fn, config.method.runtime),
         warmup=state.FaithfulnessWarmup(
-            # Components that come from another run have been warmed up there.
+            # Components from another run were already warmed up there.
             steps=pd.faithfulness_warmup_steps if config.wrapper.init_from is None else 0,
             lr=pd.faithfulness_warmup_lr,
             weight_decay=pd.faithfulness_warmup_weight_decay,
@@ -64,26 +64,30 @@ def _memory(config: RunConfig) -> MemoryPolicy:
 
 
 def delta_product(config: RunConfig) -> DeltaProduct:
-    """How V U is computed in Δ (N4)."""
+    """Returns how V U is computed in Δ (N4)."""
     usual: DeltaProduct = "split" if config.method.runtime.autocast_bf16 else "fp32"
     return config.wrapper.numerics.delta or usual
 
 
 def measured_terms(metrics: Sequence[Loss | Metric], config: RunConfig) -> list[losses.Term | None]:
-    """The terms of an evaluation's metrics, under the names that they are logged by; None for one that has none."""
+    """Returns the terms of an evaluation's metrics, under the names by which they are logged; None for a metric without
+    a term.
+    """
     names = iter(term_names(tuple(metric for metric in metrics if isinstance(metric, Loss))))
     return [term(m, next(names), config) if isinstance(m, Loss) else m.term() for m in metrics]
 
 
 def term(loss: Loss, name: str, config: RunConfig) -> losses.Term:
-    """The term of a LOSS (the table of section 5, L1, L2). A metric has no coefficient: its term has 1."""
+    """Returns the term of a LOSS (the table of section 5, L1, L2). A metric has no coefficient, so its term has
+    coefficient 1.
+    """
     pd, coeff = config.method.pd, 1.0 if loss.coeff is None else core_value(loss.coeff)
     delta = delta_product(config)
     return loss.term(TermMaker(name, coeff, pd.steps, pd.n_mask_samples, pd.sampling, delta, _beside(loss)))
 
 
 def _beside(loss: Loss) -> recon.Beside | None:
-    """R6."""
+    """Returns what R6 compares beside the output."""
     own = loss.hidden_acts_reconstruction if isinstance(loss, ReconLoss) else None
     if own is None:
         return None
@@ -146,7 +150,7 @@ def _ci(config: AnyCI) -> ci.CIConfig:
 
 
 def ci_function(config: AnyCI) -> ci.FunctionConfig:
-    """The CI function of a `ci_config`, without its readout, for a target that is not known yet (`ci.Taps`)."""
+    """Returns the CI function of a `ci_config`, without its readout, for a target that is not known yet (`ci.Taps`)."""
     match config:
         case LayerwiseCI():
             return ci.LayerwiseMLP(config.fn_type, config.hidden_dims)

@@ -1,4 +1,6 @@
-"""What losses of the torch schema are made of: SCHEDULE, ROUTING, and the ascents and scopes of persistent PGD."""
+"""Defines the parts of the torch schema's losses: SCHEDULE, ROUTING, and the optimisers and scopes
+of persistent PGD.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -32,7 +34,7 @@ class ScheduleConfig(Strict):
 
 
 class KnotConfig(Strict):
-    """A point of a schedule by knots."""
+    """A point of a schedule that is given by knots."""
 
     at: Fraction
     frac: Fraction
@@ -40,7 +42,7 @@ class KnotConfig(Strict):
 
 
 class KnotsConfig(Strict):
-    """SCHEDULE by knots (T8)."""
+    """SCHEDULE, given by knots (T8)."""
 
     max_val: Positive
     points: Annotated[ListOf[KnotConfig], Field(min_length=2)]
@@ -78,7 +80,7 @@ class KnotsConfig(Strict):
 
 
 def _form(raw: Any) -> str:
-    """Which of the three forms of SCHEDULE a value has, or is meant to have."""
+    """Tells which of the three forms of SCHEDULE a value has, or is meant to have."""
     if isinstance(raw, dict):
         return "knots" if any(spelling(KnotsConfig, raw, name) for name in KnotsConfig.model_fields) else "schedule"
     return "knots" if isinstance(raw, KnotsConfig) else "schedule" if isinstance(raw, ScheduleConfig) else "number"
@@ -91,7 +93,7 @@ Scheduled = Annotated[
     | Annotated[KnotsConfig, Tag("knots")],
     Discriminator(_form),
 ]
-"""SCHEDULE in any of its forms; the number is a constant value."""
+"""SCHEDULE in any of its forms; a number is a constant schedule."""
 ScheduleLike = float | ScheduleConfig | KnotsConfig
 
 
@@ -101,7 +103,7 @@ def bounds(value: ScheduleLike) -> tuple[float, float]:
 
 
 def above_0(value: ScheduleLike) -> str:
-    """What to write for a schedule that must not be 0 at any step."""
+    """Says what to write for a schedule that must not be 0 at any step."""
     match value:
         case ScheduleConfig():
             return "give start_val and final_val_frac above 0, and warmup_pct: 0"
@@ -171,7 +173,7 @@ class RepeatAcrossBatchScope(Strict):
 
 
 class PoolConfig(Strict):
-    """A9."""
+    """The pool of sources of A9."""
 
     size_per_batch_element: Count
 

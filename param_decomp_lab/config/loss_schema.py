@@ -1,6 +1,7 @@
-"""The LOSS table of the torch schema: one class for each loss, named after its `type`, which says what it computes.
+"""The LOSS table of the torch schema: one class for each loss, named after its `type`, that says what the loss
+computes.
 
-`registered` makes a class a loss of `LOSSES`, which are what `pd.loss_metrics` and `eval.metrics` take.
+`registered` adds a class to `LOSSES`, from which `pd.loss_metrics` and `eval.metrics` choose.
 """
 
 from abc import abstractmethod
@@ -35,16 +36,16 @@ from param_decomp_lab.schema.strict import (
     rule_here,
 )
 
-if TYPE_CHECKING:  # the configuration needs no JAX, which the types of the core bring
+if TYPE_CHECKING:  # the core's types import JAX, which configurations do without
     from param_decomp_jax.decomposition.sites import UnitKind
     from param_decomp_jax.method.adversary import FreshAttack, PersistentAttack
     from param_decomp_jax.method.losses import Lp, SmoothL0, Term
     from param_decomp_lab.config.term_maker import TermMaker
 
 Name = Annotated[str, Field(pattern=r"^[^/\s]([^/]*[^/\s])?$")]
-"""No slashes: names become parts of metric keys and of paths in a checkpoint."""
+"""A name, without slashes because it becomes part of metric keys and of paths in a checkpoint."""
 FEW_OWNERS = 3
-"""Losses that a message names at most as those that have a key."""
+"""The largest number of losses with a key that a message names."""
 
 
 class Loss(Strict):
@@ -55,9 +56,9 @@ class Loss(Strict):
     name: Name | None = None
 
     slow: ClassVar[bool] = False
-    """Whether it is measured at the interval of figures, and not trained on."""
+    """Whether it is measured at the interval of figures, and is not for training."""
     usual: ClassVar[Mapping[str, Any]] = {}
-    """The keys besides `type` where `pd eval --metric` gives the type only and the run does not configure it."""
+    """The keys besides `type` that `pd eval --metric` uses if the run does not configure the loss."""
 
     @rule
     def _not_total(self) -> Iterator[Wrong]:
@@ -66,7 +67,9 @@ class Loss(Strict):
 
     @classmethod
     def _refusal(cls, key: str) -> str:
-        """Says of a key of other losses whose it is, unless it is more like one of this loss."""
+        """Says to which losses a key belongs that this one lacks, unless it looks like a misspelled
+        key of this loss.
+        """
         owners = [name for name, loss in LOSSES.items() if key in loss.model_fields]
         if not owners or nearest_alike(key, cls.model_fields) is not None:
             return super()._refusal(key)
@@ -76,22 +79,22 @@ class Loss(Strict):
 
     @abstractmethod
     def term(self, make: "TermMaker") -> "Term":
-        """The term of the core that computes this loss. ``make``: makes it, with its name and coefficient."""
+        """Returns the core's term for this loss. ``make``: makes it, with its name and coefficient."""
 
 
 LOSSES: dict[str, type[Loss]] = {}
-"""Every loss, by the `type` that configurations have."""
+"""Every loss, by its `type` in configurations."""
 
 
 class HiddenActsReconstruction(Strict):
-    """R6. ``points``: patterns on the names of activations, ``resid_post.*``."""
+    """What R6 compares. ``points``: patterns of names of activations, such as ``resid_post.*``."""
 
     coeff: Scheduled[NonNegative]
     points: Annotated[ListOf[str], Field(min_length=1)]
 
 
 class ReconLoss(Loss):
-    """Keys that every reconstruction at the network's output has."""
+    """Keys that every reconstruction of the network's output has."""
 
     hidden_acts_reconstruction: HiddenActsReconstruction | None = None
 
@@ -215,7 +218,7 @@ class ImportanceMinimalityLoss(Loss):
 
     @property
     def least_p(self) -> float:
-        """The least that p is during training (L4); infinity where no p has an effect."""
+        """The least value of p during training (L4); infinity if p has no effect."""
         if self.penalty != "lp":
             return inf
         least, _ = bounds(self.pnorm)
@@ -283,7 +286,7 @@ class UnitKindCoefficients(Strict):
 
     @property
     def given(self) -> dict["UnitKind", float]:
-        """The kinds that count, with their weights."""
+        """Returns the kinds that are given, with their weights."""
         by_kind: dict[UnitKind, float | None] = {"neuron": self.neuron, "attention_head": self.attention_head}
         return {kind: weight for kind, weight in by_kind.items() if weight is not None}
 
@@ -332,7 +335,7 @@ class PGDReconLoss(FreshPGD):
 
 @registered(LOSSES)
 class SlowPGDReconLoss(FreshPGD):
-    """PGDReconLoss, measured at the interval of figures: for attacks of hundreds of steps."""
+    """PGDReconLoss measured at the interval of figures, for attacks of hundreds of steps."""
 
     type: Literal["SlowPGDReconLoss"]
 
@@ -360,7 +363,7 @@ class PGDReconSubsetLoss(FreshPGD):
 
 
 class PersistentAdversary(ReconLoss):
-    """What losses with persistent sources have in common (A2 to A7)."""
+    """Keys that losses with persistent sources have in common (A2 to A7)."""
 
     optimizer: Ascent
     use_sigmoid_parameterization: bool = False

@@ -1,4 +1,4 @@
-"""The wrapper's `memory` section: a preset whose settings can be overridden one by one."""
+"""Defines the wrapper's `memory` section: a preset whose settings can be overridden one by one."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -55,7 +55,7 @@ OptimizerName = Literal["adamw", "lion", "adafactor"]
 
 
 class Optimizers(Strict):
-    """The optimiser used instead of AdamW (T1), with the schema file's learning rates, betas and weight decay."""
+    """Optimisers used instead of AdamW (T1), with the schema file's learning rates, betas and weight decay."""
 
     components: OptimizerName = "adamw"
     ci_fn: OptimizerName = "adamw"
@@ -98,7 +98,7 @@ class Memory(Strict):
                 yield "offload", f"'{name}' cannot be kept in host memory; these can: {', '.join(can)}"
 
     def resolved(self, preset: Preset) -> "Memory":
-        """A copy with every setting explicit, taken from ``preset`` where none was given."""
+        """Returns a copy with every setting explicit, taken from ``preset`` if none was given."""
         policy = self.policy(preset)
         chosen = {name: getattr(policy, name) for name in _CHOICES}
         return Memory(
@@ -117,7 +117,7 @@ class Memory(Strict):
         return frozenset((*policy.offload, *policy.offload_state))
 
     def policy(self, preset: Preset) -> MemoryPolicy:
-        """The core's memory policy: ``preset`` with the given keys overridden."""
+        """Returns the core's memory policy: ``preset`` with the given keys overridden."""
         base = PRESETS[preset]
         moved: frozenset[Any] = frozenset((*self.save, *self.offload, *self.recompute))
         given: dict[str, Any] = {name: getattr(self, name) for name in _CHOICES if name in self.model_fields_set}

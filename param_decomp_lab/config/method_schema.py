@@ -1,4 +1,4 @@
-"""The torch schema, key for key (docs/configuration.md), with the rules that need no other file."""
+"""Defines the torch schema, key for key (docs/configuration.md), with the rules that need no other file."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -30,7 +30,7 @@ from param_decomp_lab.schema.strict import (
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 FILE_BUILDERS = ("parquet", "arrow", "json", "text")
-"""Values of ``dataset_name`` that mean the files of ``data_files``, of that format."""
+"""Values of ``dataset_name`` that stand for the files of ``data_files``, in that format."""
 SquashingName = Literal["normal", "hard", "leaky_hard", "upper_leaky_hard", "swish_hard", "two_sided_leaky_hard"]
 
 
@@ -72,7 +72,9 @@ class AttentionConfig(Strict):
 
 
 class TransformerCIConfig(Strict):
-    """C9: ``mlp_type``, ``learned_norm_scale``, and ``causal`` and ``n_kv_heads`` of its attention."""
+    """The CI transformer. C9 explains ``mlp_type``, ``learned_norm_scale``, and ``causal`` and ``n_kv_heads`` of its
+    attention.
+    """
 
     d_model: Width
     n_blocks: LayerCount
@@ -92,7 +94,7 @@ class TransformerCIConfig(Strict):
 
     @property
     def mlp_hidden(self) -> tuple[int, ...]:
-        """Hidden widths of the MLP; null means one layer of 4 · d_model."""
+        """Returns the hidden widths of the MLP; null means one layer of 4 · d_model."""
         return self.mlp_hidden_dim or (4 * self.d_model,)
 
 
@@ -128,11 +130,11 @@ InputTap = Annotated[
     | Annotated[ResidualBoundaries, Tag("offsets")],
     Discriminator(_tap_form),
 ]
-"""C10: what a CI function reads in place of the inputs of sites."""
+"""What a CI function reads instead of the inputs of sites (C10)."""
 
 
 class GlobalCI(Strict):
-    """Each ``fn_type`` has one key of its own (`_KEY_OF`), and refuses that of the other."""
+    """A CI function for all sites. Each ``fn_type`` has its own key (`_KEY_OF`), and refuses that of the other."""
 
     mode: Literal["global"]
     fn_type: Annotated[Literal["global_shared_mlp", "global_shared_transformer"], BeforeValidator(_not_removed)]
@@ -143,7 +145,7 @@ class GlobalCI(Strict):
 
     @classmethod
     def _is_dropped(cls, key: Any, value: Any) -> bool:
-        """Files of the torch schema write null for the keys of `global_reverse_residual`."""
+        """Whether to ignore a key: files of the torch schema write null for the keys of `global_reverse_residual`."""
         return key in _KEYS_THAT_ARE_GONE and value is None
 
     @classmethod
@@ -207,7 +209,7 @@ class AdamWConfig(Strict):
 
 
 class MuonConfig(Strict):
-    """T7. ``ns_dtype``: of Newton-Schulz (N5); null: bfloat16 with `autocast_bf16`, else float32."""
+    """T7. ``ns_dtype``: the dtype of Newton-Schulz (N5); null: bfloat16 with `autocast_bf16`, else float32."""
 
     type: Literal["muon"]
     lr_schedule: Scheduled[NonNegative]
@@ -220,7 +222,9 @@ class MuonConfig(Strict):
 
 
 def _adamw_unless_said(raw: Any) -> Any:
-    """A mapping without `type`, or a misspelled one, with that of AdamW: files had no other optimiser for long."""
+    """Returns a mapping without a `type`, or with a misspelled one, as AdamW's: for a long time, files had no other
+    optimiser.
+    """
     if isinstance(raw, dict) and not any(isinstance(key, str) and nearest_alike(key, ["type"]) for key in raw):
         return {**raw, "type": "adamw"}
     return raw
@@ -296,7 +300,7 @@ class HubSpec(Strict):
 
 
 class PretrainedSpec(Strict):
-    """``run_path``: of a run of the PyTorch project, on wandb or on this machine."""
+    """``run_path``: the path of a run of the PyTorch project, on wandb or on this machine."""
 
     kind: Literal["pretrained"]
     model_class: Text
@@ -312,7 +316,9 @@ class LanguageModelTarget(Strict):
 
 
 class LanguageModelData(Strict):
-    """``dataset_name``: of the hub, a local folder, or one of `FILE_BUILDERS` for the files of ``data_files``."""
+    """``dataset_name``: a data set of the hub, a local folder, or one of `FILE_BUILDERS` for the files of
+    ``data_files``.
+    """
 
     dataset_name: Text
     data_files: Text | None = None
@@ -329,17 +335,17 @@ class LanguageModelData(Strict):
 
     @property
     def of_files(self) -> bool:
-        """Whether it names files, and not a data set."""
+        """Whether it names files rather than a data set."""
         return self.dataset_name in FILE_BUILDERS
 
     @property
     def is_in_rows(self) -> bool:
-        """Whether its files are rows of tokens already, which are read where they are."""
+        """Whether its files already are rows of tokens, which are read in place."""
         return self.dataset_name in ("parquet", "arrow") and self.column_name == "input_ids" and self.is_tokenized
 
 
 class ToyTarget(Strict):
-    """``run_path``: null where the wrapper gives the target."""
+    """``run_path``: null if the wrapper gives the target."""
 
     run_path: Text | None = None
 
@@ -375,7 +381,9 @@ MethodFile = LanguageModelFile | ToyFile
 
 
 class UndecidedFile(_MethodFile):
-    """A schema file that says neither what is decomposed nor on which data. It is checked otherwise, and refused."""
+    """A schema file that says neither what is decomposed nor on which data. Its other parts are checked, and then it is
+    refused.
+    """
 
     target: Any = None
     data: Any = None

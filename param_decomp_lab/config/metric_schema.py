@@ -1,4 +1,4 @@
-"""What `eval.metrics` takes: any LOSS without a coefficient, and the metrics that are not losses."""
+"""Defines what `eval.metrics` takes: any LOSS without a coefficient, and the metrics that are not losses."""
 
 from collections.abc import Iterator
 from typing import Annotated

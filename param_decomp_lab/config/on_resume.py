@@ -1,4 +1,6 @@
-"""Settings that may change when a run is resumed: those that affect no results, up to the order of summation."""
+"""Lists the settings that may change when a run is resumed: those that do not affect results, up to the order of
+summation.
+"""
 
 from collections.abc import Iterable
 
@@ -46,9 +48,10 @@ def may_change(key: str) -> bool:
 
 
 def allowed_changes(saved: RunConfig, now: RunConfig, what: str) -> list[str]:
-    """The differences between ``saved`` and ``now``, as lines `key: old -> new`.
+    """Returns the differences between ``saved`` and ``now``, as lines `key: old -> new`.
 
-    ``what``: names in the message what was made with ``saved``. UserError if a difference affects results.
+    ``what``: the name, in the message, of what was made with ``saved``. Raises UserError if a difference affects
+    results.
     """
     changes = difference(saved, now)
     refused = [line for line in changes if not may_change(line.partition(":")[0])]

@@ -36,7 +36,7 @@ class Override:
 
 
 def parse_overrides(texts: Iterable[str]) -> tuple[Override, ...]:
-    """Parses assignments, whose values are YAML. UserError that lists those that cannot be parsed."""
+    """Parses assignments, whose values are YAML. Raises a UserError that lists those that cannot be parsed."""
     parsed, wrong = read_overrides(texts)
     if wrong:
         raise UserError("\n".join(wrong))
@@ -44,7 +44,7 @@ def parse_overrides(texts: Iterable[str]) -> tuple[Override, ...]:
 
 
 def read_overrides(texts: Iterable[str]) -> tuple[tuple[Override, ...], list[str]]:
-    """As `parse_overrides`, with the assignments that can be parsed, and what is wrong with the others."""
+    """Like `parse_overrides`, but returns the assignments that can be parsed, and what is wrong with the others."""
     parsed, wrong = [], []
     for text in texts:
         try:
@@ -67,9 +67,10 @@ def _parse(given: str) -> Override:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]:
-    """A copy of ``raw`` with the assignments applied in order; ``raw`` is not modified (YAML aliases share parts).
+    """Returns a copy of ``raw`` with the assignments applied in order; ``raw`` is not modified (YAML aliases share
+    parts).
 
-    UserError that lists the assignments that do not fit.
+    Raises a UserError that lists the assignments that do not fit.
     """
     applied, wrong = apply_those_that_fit(raw, overrides)
     if wrong:
@@ -78,7 +79,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Iterable[Override]) -> dict[
 
 
 def apply_those_that_fit(raw: dict[str, Any], overrides: Iterable[Override]) -> tuple[dict[str, Any], list[str]]:
-    """As `apply_overrides`, with the assignments that fit applied, and what is wrong with the others."""
+    """Like `apply_overrides`, but applies the assignments that fit, and also returns what is wrong with the others."""
     wrong = []
     for override in overrides:
         try:
@@ -109,5 +110,5 @@ def _replaced(node: Any, path: tuple[str, ...], override: Override) -> Any:
 
 
 def override_source(file: Path, overrides: Sequence[Override]) -> ConfigSource:
-    """``file`` and the assignments applied to it, for error messages."""
+    """Names ``file`` and the assignments applied to it, for error messages."""
     return ConfigSource(str(file), tuple((".".join(override.path), override.text) for override in overrides))

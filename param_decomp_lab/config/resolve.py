@@ -32,7 +32,7 @@ class ConfigError(UserError):
     """Lists everything that is wrong with a configuration, one mistake per line.
 
     ``lines``: the mistakes. ``config``: what could be read of the configuration, to check it further
-    (`strict.as_far_as_read`); None if a file could not be read, or does not say which kind of target it is for.
+    (`strict.as_far_as_read`); None if a file could not be read, or does not say for which kind of target it is.
     """
 
     def __init__(self, lines: Sequence[str], config: "RunConfig | None" = None) -> None:
@@ -66,24 +66,24 @@ class RunConfig:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines to print before a run starts: `warnings`, and the `ignored` keys."""
+        """Returns lines to print before a run starts: `warnings`, and the `ignored` keys."""
         return (
             *self.warnings,
             *([f"accepted, without effect here: {', '.join(self.ignored)}"] if self.ignored else ()),
         )
 
     def with_run_id(self, run_id: str) -> "RunConfig":
-        """A copy with ``run_id`` set."""
+        """Returns a copy with ``run_id`` set."""
         return replace(self, wrapper=self.wrapper.model_copy(update={"run_id": run_id}))
 
     def with_overrides(self, overrides: Sequence[str]) -> "RunConfig":
-        """A copy with `--set` assignments applied; relative paths refer to the current folder."""
+        """Returns a copy with `--set` assignments applied; relative paths refer to the current folder."""
         assignments, wrong = read_overrides(overrides)
         wrapper, method = self.wrapper.model_dump(mode="json"), self.method.model_dump(mode="json")
         if any(override.path[0] == "memory" for override in assignments):
             del wrapper["remat_recon_forwards"]  # follows from the preset
         if any(override.path == ("memory", "preset") for override in assignments):
-            # The explicit settings of the old preset would override those of the new one.
+            # Otherwise, the explicit settings of the old preset would override those of the new one.
             wrapper["memory"] = {key: wrapper["memory"][key] for key in ("state_dtypes", "optimizers")}
         for_wrapper, for_method = _by_file(assignments)
         place = "{} of the run's config.yaml".format
@@ -98,7 +98,7 @@ class RunConfig:
         return replace(config, ignored=self.ignored)
 
     def to_yaml(self) -> str:
-        """The whole configuration as one YAML document with all defaults; `from_yaml` reads it back equal."""
+        """Returns the whole configuration as one YAML document with all defaults; `from_yaml` reads it back equal."""
         parts = {"wrapper": self.wrapper.model_dump(mode="json"), "torch": self.method.model_dump(mode="json")}
         return dump_yaml({**parts, "ignored": list(self.ignored), "notes": list(self.warnings)})
 
@@ -109,7 +109,7 @@ class RunConfig:
 
     @classmethod
     def from_mapping(cls, raw: dict[str, Any], where: str) -> "RunConfig":
-        """As `from_yaml`, from parsed YAML. ``where``: its origin, for errors."""
+        """Like `from_yaml`, from parsed YAML. ``where``: its origin, for errors."""
         for key in ("wrapper", "torch"):
             if not isinstance(raw.get(key), dict):
                 raise UserError(f"{where}: {key}: is required; a run's config.yaml has wrapper and torch")
@@ -125,13 +125,13 @@ def load_config(
 ) -> RunConfig:
     """Loads the wrapper ``path`` and its schema file, with `--set` assignments such as `pd.steps=100` applied.
 
-    ``path`` can be a schema file itself: a wrapper with a `run_name` alone then stands in. A schema file can be any of
-    the original project's (`generations`); what it has besides is the wrapper's where that does not say otherwise.
+    ``path`` can itself be a schema file, which then gets a wrapper with only a `run_name`. A schema file can be any of
+    the original project's (`generations`); its further keys become the wrapper's, unless the wrapper has them.
 
-    ConfigError lists all mistakes in both files and in the assignments.
+    Raises a ConfigError that lists all mistakes in both files and in the assignments.
 
-    ``read``: reads a file; nothing of what it returns is modified. Parsing the files is nearly all of the time: who
-    loads them again and again with other assignments gives `functools.cache(read_mapping)`.
+    ``read``: reads a file; its result is not modified. Parsing the files takes nearly all of the time, so pass
+    `functools.cache(read_mapping)` to load the same files repeatedly with other assignments.
     """
     assignments, wrong = read_overrides(overrides)
     for_wrapper, for_method = _by_file(assignments)
@@ -164,7 +164,7 @@ def load_config(
     source = override_source(wrapper.model.torch_config, for_method)
     source = replace(source, origins=translation.origins)
     lacking = translation.mistakes({*raw, *(override.path[0] for override in for_wrapper)})
-    in_file = ConfigSource(source.file)  # what is lacking has the file's own keys
+    in_file = ConfigSource(source.file)  # unsupported keys are the file's own
     before = [*wrong, *wrong_in_wrapper, *map(in_file.line, lacking), *unfit]
     config = _configuration(wrapper, method, wrapper_source, source, before, {mistake.key for mistake in lacking})
     return _with_notes(config, translation)
@@ -176,8 +176,9 @@ def _is_schema_file(raw: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class RawConfig:
-    """A wrapper and its schema file in today's form, not validated. Paths are relative to the folder of the wrapper.
-    ``translation``: of the schema file."""
+    """A wrapper and its schema file in the current form, not validated. Paths are relative to the folder of the
+    wrapper. ``translation``: that of the schema file.
+    """
 
     wrapper: dict[str, Any]
     method: dict[str, Any]
@@ -185,7 +186,7 @@ class RawConfig:
 
 
 def read_raw(path: Path) -> RawConfig:
-    """What `load_config` reads before it validates. UserError for a file that cannot be read."""
+    """Returns what `load_config` reads before it validates. Raises UserError for a file that cannot be read."""
     raw = read_mapping(path, "the wrapper")
     is_alone = _is_schema_file(raw)
     if is_alone:
@@ -201,12 +202,12 @@ def read_raw(path: Path) -> RawConfig:
 
 
 def _implied(path: Path, wrapper: dict[str, Any], *, is_alone: bool) -> dict[str, Any]:
-    """Keys of the wrapper that the schema file ``path`` implies; by itself, it needs a name."""
+    """Returns the keys of the wrapper that the schema file ``path`` implies. A schema file alone needs a name."""
     return {"run_name": path.stem, **wrapper} if is_alone else wrapper
 
 
 def _with_notes(config: RunConfig, translation: Translation) -> RunConfig:
-    """``config`` with what its translation says."""
+    """Returns ``config`` with the notes of its translation."""
     if translation.is_as_it_was:
         return config
     form = f"has the form of {translation.title}; `pd configs convert` writes today's"
@@ -219,14 +220,15 @@ _REPLACED_BY: dict[str, tuple[str, ...]] = {
     "memory": ("remat_recon_forwards",),
     "init_components": ("init_from",),
 }
-"""Keys of the wrapper that a schema file implies: by which assignments they are replaced, and not refined."""
+"""For keys of the wrapper that a schema file implies: the assignments that replace them instead of refining them."""
 
 
 def _wrapper(
     raw: dict[str, Any], implied: dict[str, Any], overrides: Sequence[Override], source: ConfigSource
 ) -> "tuple[_ReadWrapper, list[str]]":
-    """The wrapper ``raw``, with the assignments applied, and what is wrong with these. ``implied``: keys for which it
-    says nothing."""
+    """Reads the wrapper ``raw`` with the assignments applied, and returns what is wrong with these. ``implied``: values
+    of keys that the wrapper lacks.
+    """
     given = {*raw, *(override.path[0] for override in overrides)}
     assigned = {override.path[0] for override in overrides}
     kept = {key: value for key, value in implied.items() if not _is_replaced(key, given, assigned)}
@@ -240,7 +242,7 @@ def _is_replaced(key: str, given: set[str], assigned: set[str]) -> bool:
 
 
 def _mapping(read: Callable[[Path, str], dict[str, Any]], path: Path, what: str, wrong: list[str]) -> dict[str, Any]:
-    """What ``read`` reads. Keys that are given twice are added to ``wrong``."""
+    """Returns what ``read`` reads. Keys that are given twice are added to ``wrong``."""
     try:
         return read(path, what)
     except DuplicateKeys as error:
@@ -251,7 +253,7 @@ def _mapping(read: Callable[[Path, str], dict[str, Any]], path: Path, what: str,
 
 
 def _by_file(assignments: Sequence[Override]) -> tuple[list[Override], list[Override]]:
-    """The assignments to keys of the wrapper, and those to keys of the schema file."""
+    """Returns the assignments to keys of the wrapper, and those to keys of the schema file."""
     return (
         [override for override in assignments if override.is_for_wrapper],
         [override for override in assignments if not override.is_for_wrapper],
@@ -281,8 +283,9 @@ def _configuration(
     before: Sequence[str] = (),
     lacking: Collection[str] = (),
 ) -> RunConfig:
-    """A wrapper with its schema file. ``before``: what is wrong already. ``lacking``: keys of the file that were left
-    out. ConfigError lists everything."""
+    """Validates a wrapper with its schema file. ``before``: mistakes found so far. ``lacking``: keys of the file that
+    were left out. Raises a ConfigError that lists everything.
+    """
     schema, undecided = _schema(wrapper.model, raw)
     found, mistakes = parse(schema, raw)
     method = cast(MethodFile, found)  # an `UndecidedFile` is refused below
@@ -297,7 +300,7 @@ def _configuration(
 
 
 def _follows(key: str, lacking: Collection[str]) -> bool:
-    """Whether something is wrong at ``key`` only because of keys that were left out."""
+    """Whether a mistake at ``key`` follows only from keys that were left out."""
     return any(left_out == key or left_out.startswith(f"{key}.") for left_out in lacking)
 
 
@@ -305,13 +308,13 @@ _Schema = type[LanguageModelFile] | type[ToyFile] | type[UndecidedFile]
 
 
 def _schema(wrapper: Wrapper, raw: dict[str, Any]) -> tuple[_Schema, list[Mistake]]:
-    """The schema that the file follows. A toy is named by the wrapper, or inferred from its module patterns."""
+    """Returns the schema that the file follows. A toy is named by the wrapper, or inferred from its module patterns."""
     target = _section(raw, "target")
     if isinstance(target, dict) and spelling(LanguageModelTarget, target, "spec") is not None:
         return LanguageModelFile, []
     try:
         is_named = wrapper.experiment is not None
-    except Unread:  # which toy is wrong, but it is a toy
+    except Unread:  # the name of the toy is wrong, but it is a toy
         is_named = True
     if is_named or infer_toy(_patterns(_section(raw, "pd"))) is not None:
         return ToyFile, []
@@ -324,13 +327,13 @@ def _schema(wrapper: Wrapper, raw: dict[str, Any]) -> tuple[_Schema, list[Mistak
 
 
 def _section(raw: dict[str, Any], name: str) -> Any:
-    """A section of a schema file that is not validated yet; None if there is none."""
+    """Returns a section of a schema file that is not validated yet; None if it is missing."""
     key = spelling(LanguageModelFile, raw, name)
     return None if key is None else raw[key]
 
 
 def _patterns(pd: Any) -> list[str]:
-    """Module patterns of a `pd` section that is not validated yet."""
+    """Returns the module patterns of a `pd` section that is not validated yet."""
     sections = ("decomposition_targets", "identity_decomposition_targets")
     lists = [pd.get(key) for key in sections] if isinstance(pd, dict) else []
     entries = [entry for found in lists if isinstance(found, list) for entry in found]
@@ -347,7 +350,7 @@ def _without_meaning(model: BaseModel, above: str = "") -> Iterator[tuple[str, b
 
 
 def difference(old: RunConfig, new: RunConfig) -> list[str]:
-    """The differences from ``old`` to ``new``, as lines `key: old -> new` with keys as `--set` takes them.
+    """Returns the differences from ``old`` to ``new``, as lines `key: old -> new` with keys as `--set` takes them.
 
     The run id, the path of the schema file and the keys without effect are not compared.
     """
@@ -365,7 +368,7 @@ def _leaves(config: RunConfig) -> dict[str, str]:
 
 
 def flat_keys(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every key of a nested value, as `--set` takes it, with its value as JSON."""
+    """Yields every key of a nested value, as `--set` takes it, with its value as JSON."""
     below = f"{key}." if key else ""
     if isinstance(value, dict) and value:
         for name, item in value.items():

@@ -1,6 +1,6 @@
-"""The configurations that come with the package: runs and pretrainings to try, or to start from.
+"""Finds the configurations that come with the package: runs and pretrainings to try, or to start from.
 
-`param_decomp_lab/configs` is a link to `configs/` in a checkout, and holds copies of its files in a wheel.
+`param_decomp_lab/configs` is a link to `configs/` in a checkout, and has copies of its files in a wheel.
 """
 
 import difflib
@@ -20,8 +20,9 @@ FOLDER = Path(str(files("param_decomp_lab"))) / "configs"
 
 @dataclass(frozen=True)
 class Shipped:
-    """``name``: path of ``file`` below `FOLDER`, without `.yaml`. ``about``: the first sentence of its header comment.
-    ``command``: the subcommand of `pd` that takes it, `train` or `pretrain`."""
+    """A configuration of the package. ``name``: path of ``file`` below `FOLDER`, without `.yaml`. ``about``: the first
+    sentence of its header comment. ``command``: the subcommand of `pd` that takes it, `train` or `pretrain`.
+    """
 
     name: str
     file: Path
@@ -30,7 +31,9 @@ class Shipped:
 
 
 def shipped() -> list[Shipped]:
-    """All of them, by name. Schema files are left out: they come with the wrappers that name them."""
+    """Returns all configurations, ordered by name. Schema files are left out, since they come with the wrappers that
+    name them.
+    """
     found = []
     for file in sorted(_folder().rglob("*.yaml")):
         keys = read_mapping(file, "the configuration")
@@ -41,7 +44,9 @@ def shipped() -> list[Shipped]:
 
 
 def find(names: Sequence[str]) -> list[Shipped]:
-    """Those that are called so, or lie in a folder that is. UserError, with the nearest names, for an unknown one."""
+    """Returns the configurations with these names, or in folders with these names. Raises a UserError with the nearest
+    names for an unknown one.
+    """
     every = shipped()
     found: dict[str, Shipped] = {}
     for given in names:
@@ -54,10 +59,12 @@ def find(names: Sequence[str]) -> list[Shipped]:
 
 
 def write_copies(chosen: Sequence[Shipped], out: Path, *, overwrite: bool = False) -> dict[Path, bool]:
-    """Copies ``chosen``, and the files that they refer to, into ``out``; by path, whether the file was written.
+    """Copies ``chosen``, and the files that they refer to, into ``out``; returns for each path whether the file was
+    written.
 
-    They lie there as in `FOLDER`, so the paths from one to another hold. A file that is there with the same contents is
-    left as it is; UserError, before anything is written, for one with other contents, unless ``overwrite``.
+    The folder structure of `FOLDER` is kept, so relative paths between files stay valid. An existing file with the same
+    contents is left as it is. Raises UserError, before anything is written, for a file with other contents, unless
+    ``overwrite``.
     """
     sources = sorted({file for one in chosen for file in _with_references(one.file)})
     texts = {out / _below(file): file.read_text() for file in sources}
@@ -76,7 +83,7 @@ def write_copies(chosen: Sequence[Shipped], out: Path, *, overwrite: bool = Fals
 
 
 def _folder() -> Path:
-    """Links resolved, since files are compared by their paths below it."""
+    """Returns the folder with links resolved, since files are compared by their paths below it."""
     if not FOLDER.is_dir():
         raise UserError(f"{FOLDER} is missing: this copy of the package comes without configurations")
     return FOLDER.resolve()
@@ -94,7 +101,7 @@ def _about(text: str) -> str:
 
 
 def _with_references(file: Path) -> Iterator[Path]:
-    """The file, and all shipped ones that it names as values, relative to itself; theirs too."""
+    """Yields the file, and all shipped files that it names as values, relative to itself, and so on recursively."""
     yield file
     for value in _strings(read_mapping(file, "the configuration")):
         named = (file.parent / value).resolve()

@@ -12,9 +12,10 @@ from param_decomp_lab.schema.spelling import nearest
 def match_sites(
     targets: Sequence[DecompositionTarget], module_names: Sequence[str], key: str = "pd.decomposition_targets"
 ) -> list[tuple[str, int]]:
-    """The decomposed modules with their C, in the order of ``module_names``. ``key``: for errors.
+    """Returns the decomposed modules with their C, in the order of ``module_names``. ``key``: the key of the patterns,
+    for errors.
 
-    UserError lists the patterns that match nothing, or a module that another pattern matches.
+    Raises a UserError that lists the patterns that match nothing, or match a module that another pattern matches.
     """
     names = list(module_names)
     found: dict[str, tuple[int, DecompositionTarget]] = {}
@@ -33,7 +34,9 @@ def _matching(
     found: Mapping[str, tuple[int, DecompositionTarget]],
     key: str,
 ) -> list[str]:
-    """The names that the pattern number ``n`` matches. UserError for none, and for one that is in ``found``."""
+    """Returns the names that pattern ``n`` matches. Raises UserError if it matches none, or one
+    that is in ``found``.
+    """
     where = f"{key}.{n}.module_pattern"
     matching = [name for name in names if matches_module(target.module_pattern, name)]
     if not matching:
@@ -49,10 +52,10 @@ def _matching(
 
 
 def chosen_sites(names: Iterable[str], patterns: str | Iterable[str] | None, where: str = "") -> tuple[str, ...]:
-    """The sites that one of the patterns matches, in the order of ``names``; all of them for None. ``where``: for
-    errors.
+    """Returns the sites that any of the patterns matches, in the order of ``names``; None matches all. ``where``: the
+    origin of the patterns, for errors.
 
-    UserError if a pattern matches none.
+    Raises UserError if a pattern matches none.
     """
     names = list(names)
     wanted = ["*"] if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)

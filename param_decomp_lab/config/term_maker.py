@@ -1,4 +1,4 @@
-"""Makes the core's terms from what a loss of the schema says; rule ids refer to docs/semantics.md."""
+"""Makes the core's terms from the losses of the schema; rule ids refer to docs/semantics.md."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,8 +63,8 @@ from param_decomp_lab.config.loss_parts import (
 
 @dataclass(frozen=True)
 class TermMaker:
-    """What `Loss.term` makes a term with: its name and coefficient, and what the whole run says of steps, draws and
-    precision.
+    """Makes the term of a `Loss` (`Loss.term`) from its name and coefficient, and the run's settings of steps, draws
+    and precision.
 
     A reconstruction is a choice of live sets (all sites, `each_site`, `chunks`), routing, and sources (`constant`,
     `stochastic`, `fresh_attack`, `persistent_attack`).
@@ -87,8 +87,9 @@ class TermMaker:
         n_samples: int = 1,
         error: ErrorKind = "output",
     ) -> Reconstruction:
-        """A reconstruction (R1), with what the loss compares beside the output (R6). ``routing``: None for everywhere.
-        ``n_samples``: masked forwards of each live set."""
+        """Returns a reconstruction (R1), with what the loss compares beside the output (R6). ``routing``: None routes
+        everywhere. ``n_samples``: masked forwards for each live set.
+        """
         return Reconstruction(self.name, self.coeff, live, _routing(routing), sources, n_samples, error, self.beside)
 
     # ---- live sets ----
@@ -103,7 +104,7 @@ class TermMaker:
     # ---- sources ----
 
     def constant(self, value: float) -> Constant:
-        """Masks λ + value · (1 − λ): 0 gives λ, 1 switches everything on."""
+        """Returns masks λ + value · (1 − λ): 0 gives λ, 1 gives masks of 1."""
         return Constant(value)
 
     @property
@@ -117,17 +118,19 @@ class TermMaker:
         n_steps: int,
         mask_scope: Literal["unique_per_datapoint", "per_row", "shared_across_batch"],
     ) -> FreshAttack:
-        """A1."""
+        """Returns the sources of a fresh attack (A1)."""
         return FreshAttack(init, step_size, n_steps, mask_scope)
 
     def persistent_attack(
         self, optimizer: Ascent, scope: Scope | PoolConfig, sigmoid: bool, n_warmup_steps: int, start_frac: float
     ) -> PersistentAttack:
-        """A2 to A7, A9."""
+        """Returns the sources of a persistent attack (A2 to A7, A9)."""
         return PersistentAttack(_ascent(optimizer), _scope(scope), sigmoid, n_warmup_steps, start_frac)
 
     def merged(self, attack: PersistentAttack, adv_fraction: ScheduleLike) -> Merged:
-        """A8: of some rows of the batch the sources of ``attack``, of the others stochastic ones."""
+        """Returns the sources of A8: those of ``attack`` for some rows of the batch, and stochastic ones for the
+        others.
+        """
         return Merged(attack, self.stochastic, core_value(adv_fraction))
 
     # ---- other terms ----
@@ -138,7 +141,7 @@ class TermMaker:
     def nonlinearity_locality(
         self, kinds: Mapping[UnitKind, float], threshold: ScheduleLike, normalize_at_one: bool
     ) -> NonlinearityLocality:
-        """L7. ``kinds``: the kinds that count, with their weights."""
+        """Returns the term of L7. ``kinds``: the kinds that count, with their weights."""
         own = tuple(kinds.items())
         return NonlinearityLocality(self.name, self.coeff, own, core_value(threshold), self.steps, normalize_at_one)
 
@@ -156,8 +159,9 @@ class TermMaker:
         end_frac: float,
         normalize_at_one: bool,
     ) -> Lp:
-        """(υ + eps)^p, where p is a schedule, or a number that anneals to ``final`` between two fractions of the steps
-        (L4)."""
+        """Returns the penalty (υ + eps)^p, where p is a schedule, or a number that anneals to ``final`` between two
+        fractions of the steps (L4).
+        """
         if isinstance(p, float):
             return Lp(Anneal(p, p if final is None else final, start_frac, end_frac), eps, normalize_at_one)
         return Lp(core_schedule(p), eps, normalize_at_one)
@@ -172,12 +176,12 @@ class TermMaker:
 
 
 def core_value(value: ScheduleLike) -> float | AnySchedule:
-    """The core's form of a SCHEDULE; a number stays one."""
+    """Returns the core's form of a SCHEDULE; a number stays a number."""
     return value if isinstance(value, float) else core_schedule(value)
 
 
 def core_schedule(value: ScheduleLike) -> AnySchedule:
-    """The core's form of a SCHEDULE; a number becomes the constant schedule."""
+    """Returns the core's form of a SCHEDULE; a number becomes a constant schedule."""
     match value:
         case ScheduleConfig():
             return Schedule(value.start_val, value.fn_type, value.warmup_pct, value.final_val_frac)

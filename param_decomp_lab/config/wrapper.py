@@ -26,7 +26,8 @@ Experiment = Literal["tms", "resid_mlp"]
 class Mesh(Strict):
     """Device mesh, replica × fsdp × tensor: shards the batch over the first two axes, the state over the last two.
 
-    ``nodes``: over how many nodes the fsdp axis extends; what is held is held by these (`memory.held`).
+    ``nodes``: the number of nodes over which the fsdp axis extends; node copies (`memory.held`) are made on each of
+    them.
     """
 
     replica: Count = 1
@@ -71,12 +72,13 @@ def _recipe_kind(raw: Any) -> str:
 RecipePlace = Annotated[
     Annotated[FilePath, Tag("file")] | Annotated[dict[str, Any], Tag("recipe")], Discriminator(_recipe_kind)
 ]
-"""A recipe for `pd pretrain`: its file, or what would be in it."""
+"""A recipe for `pd pretrain`: its file, or its contents."""
 
 
 class TargetSource(Strict):
-    """Source of the target's weights: a folder, (toys) a recipe to pretrain it, or a ``revision`` (branch, tag or
-    commit) of the hub's model that the schema file names."""
+    """Source of the target's weights: a folder, a recipe to pretrain it (toys), or a ``revision`` (branch, tag or
+    commit) of the hub model that the schema file names.
+    """
 
     folder: FilePath | None = None
     pretrain: RecipePlace | None = None
@@ -108,9 +110,9 @@ Milestones = Annotated[
 class Wrapper(Strict):
     """A run. ``milestones``: steps whose checkpoints are never deleted. ``out_dir``: relative to the current folder.
 
-    ``steps_per_dispatch``: steps executed per dispatch; does not affect results. ``init_components``: what V and U are
-    at first (T6, T9). ``init_from``: RUN or RUN@STEP whose parameters this run starts from. ``bos``: whether rows of
-    text that the run tokenizes itself begin with the tokenizer's BOS.
+    ``steps_per_dispatch``: steps executed per dispatch; does not affect results. ``init_components``: the initial V and
+    U (T6, T9). ``init_from``: RUN or RUN@STEP whose parameters this run starts from. ``bos``: whether rows of text that
+    the run tokenizes itself begin with the tokenizer's BOS.
     """
 
     torch_config: FilePath
@@ -134,7 +136,7 @@ class Wrapper(Strict):
 
     @property
     def begins_with(self) -> InitComponents:
-        """The components before step 0, where they are not another run's."""
+        """The components before step 0; "random" if they come from another run."""
         return self.init_components if self.init_from is None else "random"
 
     @property
@@ -153,7 +155,9 @@ class Wrapper(Strict):
             yield "memory.preset", f"is {preset}, but {says}; remove one of the two"
 
     def resolved(self) -> "Wrapper":
-        """A copy with the memory preset chosen, `remat_recon_forwards` set to match, and an absolute `init_from`."""
+        """Returns a copy with the memory preset chosen, `remat_recon_forwards` set to match, and an absolute
+        `init_from`.
+        """
         preset = self.memory.preset or _preset(self.remat_recon_forwards)
         update = {"memory": self.memory.resolved(preset), "remat_recon_forwards": preset not in KEEP_ALL}
         if self.parent is not None:
@@ -162,7 +166,7 @@ class Wrapper(Strict):
         return self.model_copy(update=update)
 
     def relative_to(self, folder: Path) -> "Wrapper":
-        """A copy with absolute paths. ``folder``: that of the wrapper, to which its paths are relative.
+        """Returns a copy with absolute paths. ``folder``: that of the wrapper, to which its paths are relative.
 
         Leaves out what could not be read.
         """

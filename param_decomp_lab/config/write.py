@@ -17,14 +17,14 @@ _PATHS = (("data", "train"), ("data", "eval"), ("target", "folder"), ("target", 
 
 
 def schema_path(out: Path) -> Path:
-    """Where the schema file of the wrapper ``out`` goes."""
+    """Returns the path of the schema file of the wrapper ``out``."""
     return out.parent / "torch" / out.name
 
 
 def refuse_taken(out: Path, by: str) -> None:
-    """UserError where a file would be replaced that the command ``by`` has not written."""
+    """Raises UserError if a file would be replaced that the command ``by`` has not written."""
     for file in (out, schema_path(out)):
-        # Nothing is read from a device or a pipe: it might never end.
+        # Devices and pipes are not read, since they might never end.
         if file.exists() and not (file.is_file() and file.read_text(errors="replace").startswith(_written_by(by))):
             raise UserError(f"--out {out}: {file} is there, and {by} has not written it; give another name")
 
@@ -34,10 +34,11 @@ def _written_by(command: str) -> str:
 
 
 def write_config(source: Path, sets: Sequence[str], out: Path, header: Sequence[str], by: str) -> None:
-    """The configuration ``source`` with the assignments ``sets`` made, as the wrapper ``out`` and its `schema_path`.
+    """Writes the configuration ``source``, with the assignments ``sets`` applied, as the wrapper ``out`` and its
+    `schema_path`.
 
-    ``source``: all that `load_config` takes; both files are written in today's form. Paths keep their meaning.
-    ``header``: lines of comment. ``by``: the command that writes. UserError where it cannot be written.
+    ``source``: anything that `load_config` takes; both files are written in the current form. Paths keep their meaning.
+    ``header``: comment lines. ``by``: the command that writes. Raises UserError if they cannot be written.
     """
     refuse_taken(out, by)
     assignments = parse_overrides(sets)
@@ -53,7 +54,7 @@ def write_config(source: Path, sets: Sequence[str], out: Path, header: Sequence[
     comment = "\n".join([first, *(f"# {line}".rstrip() for line in header)])
     try:
         schema_path(out).parent.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(out.parent):  # else the wrapper of one search, and the schema file of another
+        with _one_at_a_time(out.parent):  # else the two files could come from different searches
             write_whole(schema_path(out), f"{first}\n{dump_yaml(method)}")
             write_whole(out, f"{comment}\n{dump_yaml(wrapper)}")  # last: it names the schema file
     except OSError as error:
@@ -63,7 +64,7 @@ def write_config(source: Path, sets: Sequence[str], out: Path, header: Sequence[
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Waits until no other process of this machine is in such a block for ``folder``."""
+    """A block that only one process of this machine at a time enters for ``folder``."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -74,6 +75,6 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _moved(path: Any, old: Path, new: Path) -> str:
-    """A path relative to ``old``, from ``new``."""
+    """Rewrites a path that is relative to ``old`` so that it is relative to ``new``."""
     given = Path(str(path)).expanduser()
     return str(given) if given.is_absolute() else os.path.relpath(old / given, new)

@@ -1,1 +1,1 @@
-"""Text to rows of token ids, rows to batches, token ids back to text."""
+"""Turns text into rows of token ids, rows into batches, and token ids back into text."""

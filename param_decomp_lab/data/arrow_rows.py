@@ -1,9 +1,9 @@
-"""Shards as `pd data tokenize` writes them: Arrow files in which a row lies by itself and is read by itself.
+"""Reads and writes the shards of `pd data tokenize`: Arrow files in which each row is stored, and read, by itself.
 
 A shard is an Arrow IPC file of two columns: ``input_ids``, rows of ``seq_len`` unsigned integers, as wide as the
-vocabulary needs, and ``crc32``, the checksum of each row's bytes. Nothing is compressed, so that a random row costs its
-own bytes and no others (a Parquet file gives a row only with its whole group). Each record batch says in its metadata
-which its smallest and its largest id are.
+vocabulary needs, and ``crc32``, the checksum of each row's bytes. Nothing is compressed, so a random row costs only its
+own bytes (a Parquet file gives a row only with its whole group). The metadata of each record batch has its smallest and
+its largest id.
 """
 
 import os
@@ -25,19 +25,19 @@ from param_decomp_lab.safe_io.printable import printable
 SUFFIX = ".arrow"
 CHECKSUM = "crc32"
 TOKENS_PER_BATCH = 1 << 20
-"""In a record batch, unless a single row has more."""
+"""Tokens in a record batch, unless a single row has more."""
 MOST_ROWS_PER_BATCH = 1024
 
 
 def schema(seq_len: int, vocab_size: int) -> pa.Schema:
-    """The schema of a shard. ``vocab_size`` decides how wide an id is."""
+    """Returns the schema of a shard. ``vocab_size`` decides how wide an id is."""
     width = next(kind for kind in (pa.uint8(), pa.uint16(), pa.uint32()) if vocab_size <= 1 << kind.bit_width)
     ids = pa.list_(pa.field("item", width, nullable=False), seq_len)
     return pa.schema([pa.field(COLUMN, ids, nullable=False), pa.field(CHECKSUM, pa.uint32(), nullable=False)])
 
 
 class ArrowShard:
-    """Writes one shard. ``file`` appears, whole, when it is closed; a file of that name is replaced."""
+    """Writes one shard. ``file`` appears, complete, when it is closed, and replaces a file of that name."""
 
     def __init__(self, file: Path, seq_len: int, vocab_size: int) -> None:
         self.rows = 0
@@ -47,7 +47,7 @@ class ArrowShard:
         self._writer = pa.ipc.new_file(self._sink, self._schema)
 
     def write(self, ids: Int[np.ndarray, "rows T"]) -> None:
-        """Adds rows, as one record batch."""
+        """Adds rows as one record batch."""
         kind = self._schema.field(COLUMN).type
         stored = np.ascontiguousarray(ids, kind.value_type.to_pandas_dtype())
         column = pa.FixedSizeListArray.from_arrays(pa.array(stored.ravel()), type=kind)
@@ -57,7 +57,7 @@ class ArrowShard:
         self.rows += len(stored)
 
     def close(self) -> None:
-        """The file is on the disk when this returns."""
+        """Completes the file, which is on the disk when this returns."""
         self._writer.close()
         self._sink.close()
         with open(self._unfinished, "rb") as file:
@@ -65,7 +65,7 @@ class ArrowShard:
         os.replace(self._unfinished, self._file)
 
     def discard(self) -> None:
-        """Leaves no file, also where none can be written any more."""
+        """Removes the unfinished file, even if writing has become impossible."""
         with suppress(OSError, pa.ArrowException):
             self._sink.close()
         with suppress(OSError):
@@ -73,14 +73,15 @@ class ArrowShard:
 
 
 def rows_per_batch(seq_len: int) -> int:
-    """Rows of a record batch."""
+    """Returns the number of rows in a record batch."""
     return min(MOST_ROWS_PER_BATCH, max(1, TOKENS_PER_BATCH // seq_len))
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Where a record batch lies in its file: ``ids``, ``checksums``: offsets in bytes. ``smallest``, ``largest``: of
-    its ids."""
+    """The place of a record batch in its file. ``ids``, ``checksums``: offsets in bytes. ``smallest``, ``largest``: the
+    range of its ids.
+    """
 
     file: int
     rows: int
@@ -93,11 +94,11 @@ class _Batch:
 class ArrowRows:
     """The rows of shards that `pd data tokenize` wrote, numbered through ``files``. ``seq_len``: tokens in each.
 
-    Raises UserError: not such a file, or not a whole one; rows of different lengths.
+    Raises UserError for a file of another kind or an incomplete one, and for rows of different lengths.
     """
 
     rows_per_read = 1
-    """Rows that are decoded to give one."""
+    """Rows that are decoded to read one."""
 
     def __init__(self, source: str, files: Sequence[Path]) -> None:
         self.source, self._files = source, tuple(files)
@@ -123,11 +124,13 @@ class ArrowRows:
 
     @property
     def most_ids(self) -> int:
-        """How many token ids the type of the rows can tell apart."""
+        """Returns how many token ids the type of the rows can represent."""
         return 1 << 8 * max(width.itemsize for width in self._widths)
 
     def rows(self, ids: Int[np.ndarray, "B"] | Sequence[int]) -> Int32[np.ndarray, "B T"]:
-        """The rows of the given numbers, in that order. Raises UserError for a row that is not as it was written."""
+        """Returns the rows with the given numbers, in that order. Raises UserError for a row that has changed since it
+        was written.
+        """
         ids = np.asarray(ids, np.int64)
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < len(self)), "no such row"
         numbers = np.searchsorted(self._starts, ids, side="right") - 1
@@ -143,7 +146,7 @@ class ArrowRows:
 
     @contextmanager
     def _opened(self, file: int) -> Iterator[int]:
-        # Opened for each call: data sets may have more shards than a process may have files open.
+        # Files are opened for each call because a data set may have more shards than a process may have files open.
         path = self._files[file]
         try:
             descriptor = os.open(regular_file(path, "a shard"), os.O_RDONLY | os.O_CLOEXEC)
@@ -160,7 +163,7 @@ class ArrowRows:
         read = os.preadv(descriptor, [ids.data], batch.ids + row * ids.nbytes)
         read += os.preadv(descriptor, [checksum.data], batch.checksums + row * checksum.nbytes)
         whole = read == ids.nbytes + checksum.nbytes and zlib.crc32(ids.data) == checksum[0]
-        # `check` believes what the batch says of its ids, so that what is read must agree with it.
+        # `check` trusts the range in the batch's metadata, so the ids that are read must agree with it.
         if not whole or ids.min() < batch.smallest or ids.max() > batch.largest:
             first = next(b for b in self._batches if b.file == batch.file)
             number = row + sum(b.rows for b in self._batches[self._batches.index(first) : self._batches.index(batch)])
@@ -171,8 +174,9 @@ class ArrowRows:
         return ids
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raises UserError for a token id that is not below ``vocab_size``, named by file and row. Reads rows only of
-        a record batch that holds one."""
+        """Raises UserError, with the file and row, for a token id that is not below ``vocab_size``. Reads only rows of
+        a record batch that has such an id.
+        """
         for number, batch in enumerate(self._batches):
             if batch.largest < vocab_size:
                 continue
@@ -192,13 +196,15 @@ class ArrowRows:
 
 
 def shard_rows(file: Path) -> tuple[int, int]:
-    """Number of rows of a shard, and the tokens in each. Raises UserError for what is not a whole shard."""
+    """Returns the number of rows of a shard, and the tokens in each. Raises UserError for anything but a complete
+    shard.
+    """
     length, _, batches = _open_shard(file, 0)
     return sum(batch.rows for batch in batches), length
 
 
 def _open_shard(file: Path, number: int) -> tuple[int, np.dtype[np.unsignedinteger], list[_Batch]]:
-    """Tokens in a row, the type of an id, and where the record batches lie. Reads no token."""
+    """Returns the tokens in a row, the type of an id, and the places of the record batches. Reads no tokens."""
     try:
         with pa.memory_map(str(regular_file(file, "a shard"))) as mapped:
             size = mapped.size()
@@ -215,7 +221,7 @@ def _open_shard(file: Path, number: int) -> tuple[int, np.dtype[np.unsignedinteg
 
 
 def _address(mapped: pa.MemoryMappedFile, size: int) -> int:
-    """Where the file begins in this process's memory."""
+    """Returns the address of the mapped file in this process's memory."""
     mapped.seek(0)
     return int(mapped.read_buffer(size).address)
 

@@ -1,7 +1,7 @@
-"""Data sets by name on the Hugging Face hub, or in a folder laid out like one, read by the `datasets` library.
+"""Reads data sets of the Hugging Face hub, or of a folder with the same layout, through the `datasets` library.
 
-A split is streamed: each of its files is read by one process, and nothing but the text is kept. A slice of a split
-(``train[:10000]``) needs all of it, so that it is fetched into the library's cache, as `datasets` itself does.
+A split is streamed: each of its files is read by one process, and only the text is kept. A slice of a split
+(``train[:10000]``) needs the whole split, which is fetched into the library's cache, as `datasets` itself does.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,14 @@ from param_decomp_lab.safe_io.printable import printable, shortened
 from param_decomp_lab.ui.quiet_hub import quiet_hub
 
 ROWS_PER_UNIT = 1 << 16
-"""Rows of a slice."""
+"""Rows of a slice that form one unit."""
 
 
 @dataclass(frozen=True)
 class HubDataset:
     """``name``: ``organisation/name``, or a local folder. ``config``: one of its configurations. ``revision``: branch,
-    tag or commit; None: the main branch. ``data_files``: only those of its files that this glob matches."""
+    tag or commit; None means the main branch. ``data_files``: a glob that selects some of its files.
+    """
 
     name: str
     config: str | None = None
@@ -39,15 +40,16 @@ class HubDataset:
 
     @property
     def identity(self) -> str:
-        """The identity of a folder, which differs where a file in it does; empty for a dataset on the hub."""
+        """Returns the identity of a folder, which changes if a file in it does; empty for a data set of the hub."""
         if not self.is_local:
             return ""
         files = sorted(path for path in Path(self.name).rglob("*") if path.is_file())
         return "".join(f"\n{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files)
 
     def pinned(self) -> "HubDataset":
-        """The same at the commit that its revision means now. Raises UserError for what the hub refuses or does not
-        have; CannotFetch where it cannot be reached."""
+        """Returns the same data set pinned to the current commit of its revision. Raises UserError for what the hub
+        refuses or does not have, and CannotFetch if the hub cannot be reached.
+        """
         if self.is_local:
             return self
         from huggingface_hub import HfApi
@@ -57,7 +59,7 @@ class HubDataset:
         return replace(self, revision=info.sha)
 
     def units(self, split: str, role: Role) -> list[Unit]:
-        """The units of a split, or of a slice of one. Raises as `pinned` does."""
+        """Returns the units of a split, or of a slice of one. Raises as `pinned` does."""
         sliced = "[" in split or "+" in split
         with self._asking(), quiet_hub():
             loaded = self._load(split, streaming=not sliced)
@@ -70,7 +72,7 @@ class HubDataset:
         return [Unit((span,), role) for span in spans]
 
     def tables(self, span: "HubSpan") -> Iterator[Any]:
-        """Arrow tables of a span's rows."""
+        """Yields Arrow tables of a span's rows."""
         with self._asking(), quiet_hub():
             if span.n_shards:
                 shard = self._load(span.split, streaming=True).shard(span.n_shards, span.first)
@@ -93,7 +95,7 @@ class HubDataset:
         )
 
     def describe(self) -> str:
-        """What was read, with its configuration, files and commit."""
+        """Describes what was read, with its configuration, files and commit."""
         parts = (self.name, self.config, self.data_files, self.revision and f"commit {self.revision}")
         return ", ".join(part for part in parts if part)
 
@@ -101,13 +103,13 @@ class HubDataset:
         return f"the data set {printable(self.name, 200)}"
 
     def _asking(self) -> AbstractContextManager[None]:
-        """A block that asks the hub: its errors become one message each, and its clients print nothing."""
+        """A block with requests to the hub: each error becomes one message, and the clients print nothing."""
         return explained(str(self), f"datasets/{self.name}", self.revision)
 
 
 @dataclass(frozen=True)
 class HubSpan:
-    """File ``first`` of ``n_shards`` of a split that is streamed, or ``n_rows`` rows from ``first`` on of a slice."""
+    """File ``first`` of the ``n_shards`` of a streamed split, or ``n_rows`` rows of a slice from ``first`` on."""
 
     dataset: HubDataset
     split: str
@@ -117,7 +119,7 @@ class HubSpan:
 
     @property
     def size(self) -> int:
-        return 0  # is not known
+        return 0  # unknown
 
     @property
     def identity(self) -> str:
@@ -134,8 +136,9 @@ class HubSpan:
 
 @contextmanager
 def explained(what: str, page: str, revision: str | None = None) -> Iterator[None]:
-    """A block that asks the hub for ``what``, whose page there is ``page``: raises UserError for what it refuses or
-    does not have, CannotFetch where it cannot be reached."""
+    """A block that requests ``what``, whose page on the hub is ``page``. Raises UserError for what the hub refuses or
+    does not have, and CannotFetch if the hub cannot be reached.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -161,9 +164,9 @@ def explained(what: str, page: str, revision: str | None = None) -> Iterator[Non
     except (UserError, CannotFetch):
         raise
     except Exception as error:
-        causes = list(_causes(error))  # `datasets` raises errors of its own from those of the client
+        causes = list(_causes(error))  # `datasets` wraps the client's errors
         for kind, message in refusals.items():
-            # `datasets` keeps no cause of what is gated.
+            # For gated data sets, `datasets` keeps no cause.
             gated = kind is GatedRepoError and "gated dataset" in str(error)
             if gated or any(isinstance(cause, kind) for cause in causes):
                 raise UserError(message) from error
@@ -171,7 +174,7 @@ def explained(what: str, page: str, revision: str | None = None) -> Iterator[Non
             raise _offline(what) from error
         if any(isinstance(cause, httpx.HTTPError | ConnectionError) for cause in causes) or isinstance(error, OSError):
             raise _unreachable(what, error) from error
-        # Another split or configuration, a file that the library cannot read.
+        # An unknown split or configuration, or a file that the library cannot read.
         raise UserError(f"{what}: {printable(shortened(str(error), 600))}") from error
 
 

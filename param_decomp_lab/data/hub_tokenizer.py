@@ -1,4 +1,4 @@
-"""Tokenizers by the names of their models on the Hugging Face hub."""
+"""Finds tokenizers by the names of their models on the Hugging Face hub."""
 
 from pathlib import Path
 
@@ -11,7 +11,9 @@ from param_decomp_lab.ui.quiet_hub import quiet_hub
 
 
 def cached_tokenizer(name: str) -> str | None:
-    """`bytes`, a file or folder, or the file in the hub's local cache; None for what is to be fetched."""
+    """Returns `bytes`, a file or folder, or the file in the hub's local cache; None for a tokenizer that must be
+    fetched.
+    """
     if name == BYTES or Path(name).expanduser().exists():
         return name if name == BYTES else str(Path(name).expanduser())
     from huggingface_hub import try_to_load_from_cache
@@ -28,8 +30,9 @@ def cached_tokenizer(name: str) -> str | None:
 
 
 def fetch_tokenizer(name: str) -> str:
-    """As `cached_tokenizer`, and fetched where it is not there. Raises UserError for what the hub refuses or does not
-    have; CannotFetch where it cannot be reached."""
+    """Like `cached_tokenizer`, but fetches what is missing. Raises UserError for what the hub refuses or does not have,
+    and CannotFetch if the hub cannot be reached.
+    """
     found = cached_tokenizer(name)
     if found is not None:
         return found
@@ -52,5 +55,5 @@ def fetch_tokenizer(name: str) -> str:
         except LocalEntryNotFoundError:
             raise
         except EntryNotFoundError:
-            pass  # says nothing of the end of a document
+            pass  # does not name the end-of-document token
     return str(file)

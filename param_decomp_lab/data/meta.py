@@ -1,4 +1,4 @@
-"""What a folder of tokenized text says about itself: ``meta.json`` beside ``train/`` and ``eval/``."""
+"""Describes a folder of tokenized text: ``meta.json`` beside ``train/`` and ``eval/``."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -30,7 +30,7 @@ class SplitMeta:
 
 
 class Skipped(NamedTuple):
-    """Records that were left out: how many, and what is wrong with the ``first``, with their places."""
+    """Records that were left out: how many, and the places and errors of the ``first`` of them."""
 
     n: int
     first: tuple[str, ...]
@@ -40,17 +40,18 @@ class Skipped(NamedTuple):
 
 
 NAMED = 100
-"""Records that were left out and are named."""
+"""The largest number of omitted records that are named."""
 NOTHING_SKIPPED = Skipped(0, ())
 
 
 @dataclass(frozen=True)
 class DataMeta:
     """``tokenizer``: ``bytes``, the name of the Hugging Face tokenizer file kept beside ``meta.json``, or ``none``.
-    ``separator``: token id between documents, or None. ``sha256``: digest of all token ids, train then eval.
-    ``plan``: of what the data were made (`Plan.hash`); older ones do not say. ``skipped_records``: how many were left
-    out; ``skipped``: of the first what is wrong with them, and where. ``bos``: token id that rows and documents begin
-    with; None for none, as in older data."""
+    ``separator``: token id between documents, or None. ``sha256``: digest of all token ids, train then eval. ``plan``:
+    the hash of the plan of which the data were made (`TokenizePlan.hash`); empty in older data. ``skipped_records``:
+    how many were left out; ``skipped``: the errors and places of the first of them. ``bos``: token id that rows and
+    documents begin with; None without one, as in older data.
+    """
 
     tokenizer: str
     vocab_size: int
@@ -73,7 +74,7 @@ class DataMeta:
 
     @classmethod
     def read(cls, folder: Path) -> "DataMeta":
-        """Raises UserError when ``folder`` was not made by ``pd data tokenize``."""
+        """Reads ``meta.json``. Raises UserError if ``folder`` was not made by ``pd data tokenize``."""
         file = folder / META_FILE
         if not file.is_file():
             raise UserError(f"no {META_FILE} in {folder}: give the folder that `pd data tokenize --out` wrote")
@@ -87,7 +88,9 @@ class DataMeta:
 
 
 def _checked(meta: Meta) -> Meta:
-    """Raises ValueError for a number that is none, or negative, and for a text that is none."""
+    """Returns ``meta`` unchanged. Raises ValueError for a number that is negative or not a number, and for a text that
+    is not a text.
+    """
     kinds = get_type_hints(type(meta))
     for field in fields(meta):
         value, kind = getattr(meta, field.name), kinds[field.name]

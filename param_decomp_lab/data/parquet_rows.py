@@ -1,4 +1,4 @@
-"""Rows of token ids in Parquet files, whoever wrote them. A row is decoded with its whole row group."""
+"""Reads rows of token ids from Parquet files of any origin. A row is decoded with its whole row group."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,23 +14,24 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.files import regular_file
 from param_decomp_lab.safe_io.printable import first_few
 
-# Data sets up to this size are kept in memory as they are decoded; larger ones keep the groups read last.
+# Data sets up to this size stay in memory once decoded; of larger ones, only the row groups read last.
 CACHE_BYTES = 1 << 30
 MOST_PER_BYTE = 1 << 14
-"""Rows that a byte of a file can stand for. Text needs more than a bit for a token; rows that are all alike, less."""
+"""The most rows that a byte of a file can encode. Text needs more than a bit per token; identical rows need less."""
 
 
 class ParquetRows:
     """The rows of Parquet files with a column ``input_ids`` of fixed-length rows, numbered through ``files``.
     ``seq_len``: tokens in each.
 
-    Raises UserError: not Parquet, no such column, not integers, rows of different lengths, no rows.
+    Raises UserError for a file that is not Parquet, lacks the column or has no rows, and for rows that are not integers
+    or differ in length.
     """
 
     def __init__(self, source: str, files: Sequence[Path]) -> None:
         self.source = source
         self._files = [(path, _metadata(path)) for path in files]
-        # A group is what one read decodes: (file number, number within the file).
+        # A row group is decoded as a whole: (file number, number within the file).
         self._groups = [(f, g) for f, (_, shard) in enumerate(self._files) for g in range(shard.num_row_groups)]
         sizes = [self._files[f][1].row_group(g).num_rows for f, g in self._groups]
         self._sizes = sizes
@@ -45,17 +46,19 @@ class ParquetRows:
             )
         for number, size in enumerate(sizes):
             if _n_values(self._files[self._groups[number][0]][1], self._groups[number][1]) != size * self.seq_len:
-                self._decode(number, self.seq_len)  # says what is wrong with it
+                self._decode(number, self.seq_len)  # raises the error that says what is wrong with it
         kept = max(1, CACHE_BYTES // (max(sizes) * self.seq_len * 4))
         self.rows_per_read = max(sizes) if kept < len(sizes) else 1
-        """Rows that are decoded to give one, in the long run."""
+        """Rows that are decoded to read one, on average."""
         self._group = lru_cache(maxsize=kept)(lambda number: self._decode(number, self.seq_len))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def rows(self, ids: Int[np.ndarray, "B"] | Sequence[int]) -> Int32[np.ndarray, "B T"]:
-        """The rows of the given numbers, in that order. Raises UserError when one has another length than the rest."""
+        """Returns the rows with the given numbers, in that order. Raises UserError if one differs in length from the
+        others.
+        """
         ids = np.asarray(ids, np.int64)
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < len(self)), "no such row"
         numbers = np.searchsorted(self._starts, ids, side="right") - 1
@@ -66,8 +69,9 @@ class ParquetRows:
         return out
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raises UserError for a token id outside ``0 .. vocab_size - 1``, named by file and row. Reads the statistics;
-        tokens only where there are none."""
+        """Raises UserError for a token id outside ``0 .. vocab_size - 1``, with the file and row. Reads the statistics,
+        and tokens only where statistics are missing.
+        """
         for number in range(len(self._groups)):
             if self._within(number, vocab_size):
                 continue
@@ -84,12 +88,12 @@ class ParquetRows:
                 )
 
     def _within(self, number: int, vocab_size: int) -> bool:
-        """Whether the statistics of a group show that its ids are in the vocabulary."""
+        """Whether the statistics of a row group show that its ids are in the vocabulary."""
         known = self._range(number)
         return known is not None and known[0] >= 0 and known[1] < vocab_size
 
     def _range(self, number: int) -> tuple[int, int] | None:
-        """The smallest and the largest id of a group by its statistics; None without them."""
+        """Returns the smallest and the largest id of a row group from its statistics; None without them."""
         file, group = self._groups[number]
         metadata = self._files[file][1]
         statistics = metadata.row_group(group).column(_leaf(metadata)).statistics
@@ -123,7 +127,7 @@ class ParquetRows:
             raise UserError(f"{path}, row group {group}: holds missing tokens (nulls); tokenize the text again")
         ids = flat.to_numpy(zero_copy_only=False)
         known = self._range(number)
-        # `check` believes the statistics, so that what is read must agree with them: files of others have no checksums.
+        # `check` trusts the statistics, so the ids that are read must agree with them: these files have no checksums.
         if known is not None and ids.size and (ids.min() < known[0] or ids.max() > known[1]):
             raise UserError(
                 f"{path}, row group {group}: holds token ids {ids.min()} to {ids.max()}, and {known[0]} to {known[1]} "
@@ -134,15 +138,18 @@ class ParquetRows:
 
 
 def file_rows(file: Path) -> tuple[int, int | None]:
-    """Number of rows of a Parquet file, and the tokens in each where the type says it, from the footer alone. Raises
-    UserError: not Parquet, no such column, not integers."""
+    """Returns the number of rows of a Parquet file, and the tokens in each if the type has it, from the footer alone.
+    Raises UserError for a file that is not Parquet, lacks the column or has other values than integers.
+    """
     metadata = _metadata(file)
     kind = metadata.schema.to_arrow_schema().field(COLUMN).type
     return metadata.num_rows, kind.list_size if pa.types.is_fixed_size_list(kind) else None
 
 
 def _leaf(metadata: pq.FileMetaData) -> int:
-    """Number of the column's leaf among those of the file. Not found by its path: `input_ids.a` is a name, too."""
+    """Returns the index of the column's leaf among those of the file. The path would be ambiguous, since `input_ids.a`
+    can be a column name, too.
+    """
     leaf = 0
     for field in metadata.schema.to_arrow_schema():
         if field.name == COLUMN:
@@ -152,12 +159,14 @@ def _leaf(metadata: pq.FileMetaData) -> int:
 
 
 def _n_leaves(kind: pa.DataType) -> int:
-    """Parquet's columns for one of this type."""
+    """Returns the number of Parquet columns that one of this type takes."""
     return sum(_n_leaves(kind.field(n).type) for n in range(kind.num_fields)) or 1
 
 
 def _n_values(metadata: pq.FileMetaData, group: int) -> int:
-    """Tokens in a row group, as its footer says; a row without tokens counts as one."""
+    """Returns the number of tokens in a row group according to the footer, in which a row without
+    tokens counts as one.
+    """
     return int(metadata.row_group(group).column(_leaf(metadata)).num_values)
 
 
@@ -199,9 +208,10 @@ def _refuse_absurd_counts(path: Path, metadata: pq.FileMetaData) -> None:
 
 
 def _refuse_damaged_descriptions(path: Path, file: pq.ParquetFile) -> None:
-    """Raises UserError for a row group whose description of the column is damaged: pyarrow (26) ends the process where
-    that is looked into (`row_group(n).column(m)`), and raises an exception where a row is read, so that one is read
-    first. This takes 0.3 ms for each 131,072 tokens."""
+    """Raises UserError for a row group whose description of the column is damaged: pyarrow (26) crashes when such a
+    description is accessed (`row_group(n).column(m)`), but raises an exception when a row is read, so a row is read
+    first. This takes 0.3 ms for each 131,072 tokens.
+    """
     for group in range(file.num_row_groups):
         try:
             next(file.iter_batches(batch_size=1, row_groups=[group], columns=[COLUMN], use_threads=False), None)

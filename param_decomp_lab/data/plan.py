@@ -1,4 +1,4 @@
-"""What is to be tokenized and how, decided before anything is read: everything that the bytes depend on."""
+"""Decides what to tokenize and how, before anything is read. A plan has everything that the written bytes depend on."""
 
 import hashlib
 import json
@@ -15,25 +15,25 @@ from param_decomp_lab.safe_io.json_text import INTEGER
 from param_decomp_lab.safe_io.printable import shortened
 
 UNIT_BYTES = 1 << 24
-"""Bytes of text in a unit, about."""
+"""Approximate bytes of text in a unit."""
 LONGEST_ROW = 1 << 24
-"""In tokens: beyond what any model reads, and little enough that a few rows fit into memory."""
+"""Longest row in tokens: beyond what any model reads, yet small enough that a few rows fit into memory."""
 MOST_UNITS = 2048
-"""Units of files that can be cut; a file that is larger than that many units has larger ones."""
+"""The largest number of units of files that can be cut; a larger text gets larger units."""
 FORMAT = 1
-"""The number of the format that is written; another format has other bytes for the same text."""
+"""Version of the written format. Another version writes different bytes for the same text."""
 
 Role = Literal["by hash", "train", "eval"]
-"""Which split the text of a unit goes to: what its pieces' hashes say, or one of them."""
+"""The split of a unit's text: chosen by the hashes of its pieces, or one of the two."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``eval_fraction``: share of the text that is held out, where no text of its own is. ``seed``: chooses which.
-    ``tokens``, ``eval_tokens``: most tokens of the training and of the evaluation split; without the latter the text
-    ends where the former are reached. ``row_starts``: of tokenized
-    input: the first ``seq_len`` ids of each row are a row, and no rows are joined. ``skip_bad_records``: counts and
-    names records that hold no document, in place of a refusal.
+    """``eval_fraction``: share of the text that is held out, if the evaluation has no text of its own. ``seed``:
+    chooses the held-out text. ``tokens``, ``eval_tokens``: the most tokens of the training and of the evaluation split;
+    without the latter, the text ends where the former is reached. ``row_starts``: for tokenized input, makes a row of
+    the first ``seq_len`` ids of each input row, without joining rows. ``skip_bad_records``: counts and names records
+    without a document instead of refusing them.
 
     Raises UserError for a number that is out of range.
     """
@@ -46,7 +46,7 @@ class Settings:
     eval_tokens: int | None = None
     column: Column = TEXT
     row_starts: bool = False
-    # Not in the repr, from which setup/named_text.py derives the names of folders: those of older runs must be found.
+    # Not in the repr, because setup/named_text.py derives folder names from it and must find those of older runs.
     skip_bad_records: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,21 +69,21 @@ class Settings:
             )
 
     def most_rows(self, split: Split) -> int | None:
-        """The largest number of rows of a split; None for as many as there are."""
+        """Returns the largest number of rows of a split; None without a limit."""
         tokens = self.tokens if split == "train" else self.eval_tokens
         return None if tokens is None else tokens // self.seq_len
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What one process tokenizes at a time. ``role``: the split that it goes to."""
+    """What one process tokenizes at a time. ``role``: its split."""
 
     spans: tuple[Span, ...]
     role: Role
 
     @property
     def size(self) -> int:
-        """In bytes, about."""
+        """The approximate size in bytes."""
         return sum(span.size for span in self.spans)
 
     @property
@@ -94,8 +94,9 @@ class Unit:
 @dataclass(frozen=True)
 class TokenizePlan:
     """``tokenizer``: `bytes`, or the path of a tokenizer.json; None where the input is tokenized already.
-    ``tokenizer_hash``: of its content. ``sources``: where the text is from, for people. ``bos``: the token id that
-    rows and documents begin with; None for none."""
+    ``tokenizer_hash``: the hash of its content. ``sources``: where the text is from, for people. ``bos``: the token id
+    that rows and documents begin with; None without one.
+    """
 
     units: tuple[Unit, ...]
     settings: Settings
@@ -106,16 +107,16 @@ class TokenizePlan:
 
     @cached_property
     def options(self) -> dict[str, object]:
-        """Everything but the text that the bytes depend on, for people to compare."""
+        """Returns everything except the text that the bytes depend on, for people to compare."""
         settings = asdict(self.settings)
         if not self.settings.skip_bad_records:
-            del settings["skip_bad_records"]  # as in what was begun before there was this setting
+            del settings["skip_bad_records"]  # as in work begun by older versions
         begins = {} if self.bos is None else {"bos": self.bos}
         return {"format": FORMAT, **settings, "tokenizer": self.tokenizer_hash, **begins}
 
     @cached_property
     def inputs_hash(self) -> str:
-        """Differs where the text or its division into units does."""
+        """A hash that differs if the text or its division into units does."""
         digest = hashlib.sha256()
         for unit in self.units:
             digest.update(f"\n{unit.role}\n".encode())
@@ -125,22 +126,22 @@ class TokenizePlan:
 
     @property
     def hash(self) -> str:
-        """Equal plans write equal bytes."""
+        """A hash of the plan. Plans with equal hashes write equal bytes."""
         return hashlib.sha256(json.dumps([self.options, self.inputs_hash]).encode()).hexdigest()
 
     def is_needed(self, number: int, rows_before: Mapping[Split, int]) -> bool:
-        """Whether a unit gives rows. ``rows_before``: those of the units before it that are known so far."""
+        """Whether rows of a unit are needed. ``rows_before``: rows of the units before it that are known so far."""
         return not self.is_enough(number, rows_before)
 
     def is_enough(self, number: int, rows: Mapping[Split, int]) -> bool:
-        """Whether the splits of a unit that are limited have as many ``rows`` as they may have; False without limit."""
+        """Whether the limited splits of a unit have reached their limits with these ``rows``; False without limits."""
         limits = {split: self.settings.most_rows(split) for split in self.units[number].splits}
         found = [rows[split] >= limit for split, limit in limits.items() if limit is not None]
         return bool(found) and all(found)
 
 
 def cut_units(spans: Sequence[FileSpan], role: Role, unit_bytes: int) -> list[Unit]:
-    """Spans in order, joined into units of some ``unit_bytes`` at most."""
+    """Joins spans in order into units of at most about ``unit_bytes``."""
     units: list[Unit] = []
     held: list[Span] = []
     size = 0
@@ -154,5 +155,5 @@ def cut_units(spans: Sequence[FileSpan], role: Role, unit_bytes: int) -> list[Un
 
 
 def unit_bytes(total: int) -> int:
-    """Size of a unit for a text of ``total`` bytes: does not depend on the machine."""
+    """Returns the size of a unit for a text of ``total`` bytes. It does not depend on the machine."""
     return max(UNIT_BYTES, total // MOST_UNITS)

@@ -1,4 +1,4 @@
-"""Batches that are read before they are asked for, by a thread, while the devices compute."""
+"""Reads batches before they are needed, on a thread, while the devices compute."""
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,12 +10,14 @@ from jaxtyping import Int32
 from param_decomp_lab.data.batches import Batches
 
 STRETCH_BYTES = 1 << 26
-"""Batches that are read at once where a row costs many others: a group that several of them need is decoded once."""
+"""Bytes of batches that are read at once if reading a row decodes many others. A row group that several of the batches
+need is then decoded once.
+"""
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Batches ``first`` to ``stop - 1``, being read."""
+    """Batches ``first`` to ``stop - 1``, which are being read."""
 
     first: int
     stop: int
@@ -23,9 +25,9 @@ class _Stretch:
 
 
 class ReadAhead:
-    """``batches`` in order, each read before it is needed. Which batch has which number does not change.
+    """Gives ``batches`` in order, each read before it is needed. The numbers of the batches do not change.
 
-    What goes wrong while a batch is read is raised where that batch is asked for.
+    An error while a batch is read is raised when that batch is taken.
     """
 
     def __init__(self, batches: Batches) -> None:
@@ -37,7 +39,9 @@ class ReadAhead:
         self._thread: ThreadPoolExecutor | None = None
 
     def take(self, first: int, n: int) -> Int32[np.ndarray, "n local T"]:
-        """Batches ``first`` to ``first + n - 1``. They were read before if they follow those that were taken last."""
+        """Returns batches ``first`` to ``first + n - 1``. They were read ahead if they follow those that were taken
+        last.
+        """
         if not self._reads or not self._reads[0].first <= first <= self._reads[0].stop:
             self._drop()
         found = np.empty((n, self._batches.hi - self._batches.lo, self._batches.data.seq_len), np.int32)
@@ -55,10 +59,10 @@ class ReadAhead:
         return found
 
     def _read_on(self, step: int, n: int) -> None:
-        """Begins to read what follows: ``n`` batches from ``step`` on, and a stretch besides the one that is used."""
+        """Starts reading ``n`` batches from ``step`` on, and another stretch besides the one in use."""
         while len(self._reads) < 2 or self._reads[-1].stop < step + n:
             last = self._reads[-1]
-            # The first are short: nothing waits for a long one.
+            # The first stretches are short, so that nothing waits for a long one.
             self._read(last.stop, min(self._longest, 2 * (last.stop - last.first)))
 
     def _read(self, first: int, n: int) -> None:

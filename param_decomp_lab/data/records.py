@@ -1,4 +1,4 @@
-"""Documents in the records of a table: rows of JSON, or a column of Arrow's. Text, or token ids."""
+"""Reads documents, as text or token ids, from the records of a table: JSON objects or a column of an Arrow table."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,9 @@ from param_decomp_lab.safe_io.printable import first_few, printable
 
 @dataclass(frozen=True)
 class Column:
-    """What is read of a record. ``name``: of its column. ``tokenized``: whether that holds token ids, not text."""
+    """What to read of a record. ``name``: of its column. ``tokenized``: whether the column has token ids instead of
+    text.
+    """
 
     name: str
     tokenized: bool = False
@@ -27,11 +29,11 @@ TEXT = Column("text")
 
 
 class BadRecord(UserError):
-    """A record that holds no document; the others may. Says where it is and what is wrong."""
+    """A record without a document; others may have one. The message has its place and what is wrong."""
 
 
 def record_document(where: str, record: dict[str, Any], column: Column) -> Document:
-    """The document in a record. ``where``: its place, for errors. Raises BadRecord."""
+    """Returns the document in a record. ``where``: its place, for errors. Raises BadRecord."""
     if column.name not in record:
         raise BadRecord(no_column(where, list(record), column))
     value = record[column.name]
@@ -45,8 +47,9 @@ def record_document(where: str, record: dict[str, Any], column: Column) -> Docum
 
 
 def column_documents(where: str, first: int, values: pa.Array, column: Column) -> Iterator[Document | BadRecord]:
-    """The documents in a column of a table, and what is wrong with its other rows. ``where``: the table; ``first``: the
-    number of the first row in it, from 1. Raises UserError for a column of another type."""
+    """Yields the documents in a column of a table, and a BadRecord for each of its other rows. ``where``: the table;
+    ``first``: the number of its first row, from 1. Raises UserError for a column of another type.
+    """
     shown, kind = f"{where}: {printable(column.name, 80)}", values.type
     if isinstance(values, pa.DictionaryArray):
         values, kind = values.dictionary_decode(), kind.value_type

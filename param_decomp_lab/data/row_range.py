@@ -1,4 +1,4 @@
-"""A stretch of the rows of a data set, to hold some of them out."""
+"""A range of the rows of a data set, with which some of them are held out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxtyping import Int, Int32
 
 
 class TokenRows(Protocol):
-    """What batches are made of."""
+    """The rows from which batches are made."""
 
     @property
     def source(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Where a run's batches come from: rows of token data on this host, or features drawn inside the program."""
+"""The sources of a run's batches: rows of token data on this host, or features drawn inside the program."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,18 +19,18 @@ from param_decomp_lab.data.read_ahead import ReadAhead
 
 @runtime_checkable
 class BatchShapes(Protocol):
-    """Batches as programs are compiled for them."""
+    """The shapes of batches, for compiling programs."""
 
     def batch(self) -> jax.ShapeDtypeStruct:
-        """One batch, where it lies."""
+        """Returns the shape and sharding of one batch."""
         ...
 
     def input_shapes(self, size: int) -> Any:
-        """What a program for ``size`` steps is handed, where it lies."""
+        """Returns the shapes and shardings of the inputs of a program for ``size`` steps."""
         ...
 
     def batch_of(self, inputs: Any, row: Int[Array, ""], step: Int[Array, ""]) -> Array:
-        """The batch of a step inside the program (`param_decomp_jax.method.multi_step.BatchFunction`)."""
+        """Computes the batch of a step inside the program (`param_decomp_jax.method.multi_step.BatchFunction`)."""
         ...
 
 
@@ -39,11 +39,11 @@ class BatchSource(BatchShapes, Protocol):
     """Batches by number, each a pure function of (seed, number)."""
 
     def __call__(self, number: int) -> Array:
-        """One batch on the mesh."""
+        """Returns one batch on the mesh."""
         ...
 
     def inputs(self, first: int, n: int, size: int) -> Any:
-        """What a program for ``size`` steps is handed for the ``n`` batches from ``first`` on."""
+        """Returns the inputs of a program for ``size`` steps, for the ``n`` batches from ``first`` on."""
         ...
 
 
@@ -68,15 +68,15 @@ class TokenShapes:
 
 
 def _rows_sharding(mesh: Mesh, n_rows: int, axis: int) -> NamedSharding:
-    """The sharding of an array whose ``axis`` are the rows of a batch."""
+    """Returns the sharding of an array whose ``axis`` runs over the rows of a batch."""
     return sharding(mesh, (1,) * axis + (n_rows,), (None,) * axis + ("batch",))
 
 
 @dataclass(frozen=True)
 class TokenSource(TokenShapes):
-    """Rows of token data, each process reading those of its devices (the ``lo`` to ``hi`` of ``batches``).
+    """Batches of token data, of which each process reads the rows of its devices (``lo`` to ``hi`` of ``batches``).
 
-    ``ahead``: the same batches, read before a program asks for its `inputs`.
+    ``ahead``: the same batches, read before a program needs its `inputs`.
     """
 
     batches: Batches
@@ -93,7 +93,7 @@ class TokenSource(TokenShapes):
         return self._placed(np.concatenate([rows, np.zeros((size - n, *rows.shape[1:]), np.int32)]), 1)
 
     def _placed(self, rows: np.ndarray, axis: int) -> Array:
-        """``rows`` of this process in the global array whose batch is ``axis``."""
+        """Places the ``rows`` of this process in the global array whose batch axis is ``axis``."""
         where = _rows_sharding(self.mesh, self.rows, axis)
         return from_process_rows(rows, where, axis, self.batches.lo, self.rows)
 

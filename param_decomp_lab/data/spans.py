@@ -1,6 +1,7 @@
-"""Where text comes from: files of several formats, cut into spans that are read each by itself, in any order.
+"""Cuts files of text, in several formats, into spans that are read independently and in any order.
 
-Long text files and files of JSON lines are cut at lines, Parquet files at row groups; a compressed file is one span.
+Long text files and files of JSON lines are cut at line breaks, Parquet files at row groups; a compressed file is one
+span.
 """
 
 import io
@@ -25,34 +26,36 @@ from param_decomp_lab.safe_io.printable import printable
 Format = Literal["text", "json", "parquet"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 ENDINGS: dict[str, Format] = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
-"""Formats by the ending of a file's name, without that of a compression; any other ending is of text."""
+"""Formats by the ending of a file's name, without that of a compression; any other ending means text."""
 COMPRESSIONS = (".gz", ".zst", ".bz2")
 EXPANSION = 4
-"""How much larger text is than its compressed file, as a rule."""
+"""How much larger text usually is than its compressed file."""
 READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 28
-"""Bytes of a line of JSON, or of a file that is one JSON list."""
+"""The most bytes of a line of JSON, or of a file that is one JSON list."""
 ROWS_AT_ONCE = 256
 
 
 class Span(Protocol):
-    """A stretch of the input. Spans are sent to other processes."""
+    """A part of the input. Spans are sent to other processes."""
 
     @property
     def size(self) -> int:
-        """In bytes, about."""
+        """The approximate size in bytes."""
 
     @property
     def identity(self) -> str:
-        """Differs where the content does."""
+        """A text that differs if the content does."""
 
     def documents(self, column: Column) -> Iterator[Document | BadRecord]:
-        """And what is wrong with records that hold none. Raises UserError for what cannot be read."""
+        """Yields the documents, and a BadRecord for each record without one. Raises UserError for
+        what cannot be read.
+        """
 
 
 @dataclass(frozen=True)
 class MemorySpan:
-    """Documents that are at hand."""
+    """Documents in memory."""
 
     held: tuple[Document, ...]
 
@@ -70,8 +73,9 @@ class MemorySpan:
 
 @dataclass(frozen=True)
 class FileSpan:
-    """``start``, ``stop``: bytes of a file of text or JSON lines, row groups of a Parquet file; a line belongs to the
-    span that it begins in. ``changed``: when the file was changed last, in nanoseconds."""
+    """A part of a file. ``start``, ``stop``: bytes of a file of text or JSON lines, row groups of a Parquet file; a
+    line belongs to the span in which it begins. ``changed``: when the file was last changed, in nanoseconds.
+    """
 
     file: str
     format: Format
@@ -101,7 +105,7 @@ class FileSpan:
                 at += len(chunk)
                 yield decoder.decode(chunk)
             if self.start < self.stop <= at:
-                file.seek(at - 1)  # the byte before tells whether a line goes on here
+                file.seek(at - 1)  # the previous byte tells whether a line continues here
                 for number, part in enumerate(_line_parts(file)):
                     yield decoder.decode(part[1:] if number == 0 else part)
             yield decoder.decode(b"", final=True)
@@ -110,7 +114,7 @@ class FileSpan:
         with _opened(self.file) as file:
             at = _seek_line(file, self.start)
             number = 0
-            # The first line is of the first span, even where that is shorter than a byte order mark.
+            # The first line belongs to the first span, even if that is shorter than a byte order mark.
             while (at < self.stop or self.start == number == 0) and (line := file.readline(LONGEST_LINE + 1)):
                 number += 1
                 where = f"{self.file}, line {number}" if self.start == 0 else f"{self.file}, at byte {at}"
@@ -139,8 +143,9 @@ class FileSpan:
 
 @contextmanager
 def _opened(file: str) -> Iterator[io.BufferedReader]:
-    """A file's bytes, decompressed as the ending of its name says. Raises UserError for what is wrong with them, or no
-    regular file."""
+    """Opens a file, decompressed according to the ending of its name. Raises UserError for damaged content, or if it is
+    not a regular file.
+    """
     regular_file(Path(file), "a text")
     with _explained(file):
         packed = file.endswith(COMPRESSIONS)
@@ -150,7 +155,7 @@ def _opened(file: str) -> Iterator[io.BufferedReader]:
 
 @contextmanager
 def _explained(file: str) -> Iterator[None]:
-    """A block that reads ``file``: raises UserError for what is wrong with it."""
+    """A block that reads ``file``; raises UserError for errors in it."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -163,8 +168,9 @@ def _explained(file: str) -> Iterator[None]:
 
 
 def _seek_line(file: io.BufferedReader, start: int) -> int:
-    """Goes to the first line that begins at ``start`` or later, and gives its place. The first one begins after the
-    byte order mark that some programs put before UTF-8."""
+    """Moves to the first line that begins at ``start`` or later, and returns its offset. The first line of a file
+    begins after the byte order mark that some programs put before UTF-8.
+    """
     if start == 0:
         marked = file.peek(len(BOM_UTF8)).startswith(BOM_UTF8)
         return len(file.read(len(BOM_UTF8))) if marked else 0
@@ -173,7 +179,7 @@ def _seek_line(file: io.BufferedReader, start: int) -> int:
 
 
 def _line_parts(file: io.BufferedReader) -> Iterator[bytes]:
-    """The rest of a line, however long, in parts."""
+    """Yields the rest of a line, of any length, in parts."""
     while part := file.readline(READ_BYTES):
         yield part
         if part.endswith(b"\n"):
@@ -205,14 +211,15 @@ def _json_list(file: str, content: bytes, column: Column) -> Iterator[Document |
 
 
 def format_of(file: str) -> Format:
-    """By the ending of its name."""
+    """Returns the format of a file by the ending of its name."""
     path = Path(file)
     return ENDINGS.get((path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix.lower(), "text")
 
 
 def file_spans(files: Iterable[Path], fmt: Format | None, span_bytes: int) -> list[FileSpan]:
-    """Spans of some ``span_bytes`` at most that make up the ``files``, in order. ``fmt``: None goes by the endings.
-    Raises UserError."""
+    """Cuts the ``files``, in order, into spans of at most about ``span_bytes``. ``fmt``: None goes by the endings.
+    Raises UserError.
+    """
     spans = []
     for file in files:
         about = file.stat()
@@ -250,11 +257,12 @@ def _parquet_spans(file: str, changed: int, span_bytes: int) -> list[FileSpan]:
 
 
 def find_files(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files that ``inputs`` (files, folders, globs) mean, each once, sorted within each input; hidden ones are not
-    taken from a folder. Raises UserError for an input that means no file."""
+    """Returns the files that ``inputs`` (files, folders, globs) match, each once, sorted within each input; hidden
+    files in folders are left out. Raises UserError for an input that matches no file.
+    """
     files: dict[str, None] = {}
     for given in map(str, inputs):
-        if not given.strip():  # a variable that is not set; Path("") is the working directory
+        if not given.strip():  # an unset variable; Path("") would be the working directory
             raise UserError("an input is empty; give a text file, a folder or a glob (. for the working directory)")
         path = Path(given)
         if path.is_dir():

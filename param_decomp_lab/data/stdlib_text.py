@@ -1,4 +1,4 @@
-"""English that every CPython carries: the language reference's topics and the standard library's docstrings."""
+"""English text that comes with every CPython: the language reference's topics and the standard library's docstrings."""
 
 import ast
 import os
@@ -15,15 +15,17 @@ SKIPPED_FOLDERS = frozenset(
     | {"site-packages", "dist-packages", "lib-dynload", "__pycache__", "__phello__"}
 )
 LONGEST_DOCSTRING = 20_000
-# Tables and diagrams have few letters; prose and code stay well above.
+# Tables and diagrams have few letters; prose and code have many more.
 FEWEST_LETTERS = 0.5
-# Sections of the reference occur under several topics, and methods inherit docstrings: a paragraph of at least this
-# many characters is kept once, so that what is held out was not read in training under another name.
+# Sections of the reference occur under several topics, and methods inherit docstrings. A paragraph of at least this
+# many characters is kept only once, so that held-out text does not also occur in training under another name.
 REPEATABLE = 60
 
 
 def stdlib_documents() -> list[Document]:
-    """Some 2 MB: a document per topic and per module, in a fixed order. The same for one CPython."""
+    """Returns about 2 MB of text: a document per topic and per module, in a fixed order. It is the same for each
+    version of CPython.
+    """
     seen: set[str] = set()
     texts = [(f"topic {name}", text) for name, text in sorted(topics.items())]
     texts += [(f"module {name}", "\n\n\n".join(docstrings)) for name, docstrings in _modules()]
@@ -41,7 +43,7 @@ def _modules() -> Iterator[tuple[str, list[str]]]:
 
 
 def _docstrings(file: Path) -> Iterator[str]:
-    with warnings.catch_warnings():  # invalid escapes in somebody else's code
+    with warnings.catch_warnings():  # invalid escapes in other people's code
         warnings.simplefilter("ignore")
         tree = ast.parse(file.read_bytes(), str(file))
     for node in ast.walk(tree):

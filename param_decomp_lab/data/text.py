@@ -1,4 +1,4 @@
-"""Token ids as text to show to a person."""
+"""Turns token ids into text to show to people."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,11 +12,11 @@ from param_decomp_lab.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 
 
 class TokenText:
-    """Decodes the tokens of a folder that ``pd data tokenize`` wrote, or that a pretrained model keeps.
+    """Decodes the tokens of a folder that ``pd data tokenize`` wrote, or of a pretrained model's folder.
 
-    ``folder``: holds ``tokenizer.json``, or a ``meta.json`` that says that tokens are bytes. ``bos``: the token id that
-    a prompt begins with, as the rows of the run's data do; None for none.
-    Raises UserError when there is neither.
+    ``folder``: has ``tokenizer.json``, or a ``meta.json`` that says that tokens are bytes. ``bos``: the token id that a
+    prompt begins with, as the rows of the run's data do; None without one. Raises UserError if the folder has neither
+    file.
     """
 
     def __init__(self, folder: str | Path, bos: int | None = None) -> None:
@@ -25,26 +25,29 @@ class TokenText:
         self.tokenizer: Tokenizer = load_tokenizer(BYTES if of_bytes else folder)
 
     def ids(self, text: str) -> list[int]:
-        """The token ids of a text, without special tokens."""
+        """Returns the token ids of a text, without special tokens."""
         return [int(i) for i in self.tokenizer.encode([text])[0]]
 
     def prompt(self, text: str) -> list[int]:
-        """The token ids of a text as the model is to read it: with `bos` before them, unless it begins with that."""
+        """Returns the token ids of a text as the model should read it: with `bos` first, unless the text already begins
+        with it.
+        """
         ids = self.ids(text)
         return ids if self.bos is None or ids[:1] == [self.bos] else [self.bos, *ids]
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """The name of each token id, of the same length as ``ids``; see `token_names`. Spaces stay spaces. Ids that the
-        tokenizer does not have are `[300]`."""
+        """Returns the name of each token id, in a list as long as ``ids``; see `token_names`. Spaces stay spaces. Ids
+        that the tokenizer does not have become `[300]`.
+        """
         names = self._names
         return [names.get(int(i)) or unnamed(int(i)) for i in ids]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of these token ids as a whole, with control characters as `tokens` has them."""
+        """Returns the text of these token ids as a whole, with control characters as in `tokens`."""
         return text_of(self._pieces, [int(i) for i in ids])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of these token ids as a whole, as it is; bytes that form no character are `\\xe6`."""
+        """Returns the text of these token ids as a whole, unchanged; bytes that form no character become `\\xe6`."""
         return whole_text(self._pieces, [int(i) for i in ids])
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Rows of token ids in the shards of a folder, read when they are asked for."""
+"""Reads rows of token ids from the shards of a folder on demand."""
 
 import glob
 from collections.abc import Sequence
@@ -19,10 +19,11 @@ class TokenData:
     """All rows of a folder (or glob, or one file) of shards: Arrow files of `pd data tokenize`, or Parquet files with
     a column ``input_ids`` of fixed-length rows.
 
-    Rows are numbered through the shards in the order of their names. ``len(data)``: number of rows; ``seq_len``:
-    tokens in each; ``source``: what was given; ``rows_per_read``: rows that are decoded to give one.
+    Rows are numbered through the shards in the order of their names. ``len(data)``: number of rows; ``seq_len``: tokens
+    in each; ``source``: as given; ``rows_per_read``: rows that are decoded to read one.
 
-    Raises UserError: nothing there, damaged, no such column, not integers, rows of different lengths, no rows.
+    Raises UserError for a missing or damaged shard, one without the column or without rows, and for rows that are not
+    integers or differ in length.
     """
 
     def __init__(self, source: str | Path) -> None:
@@ -38,13 +39,14 @@ class TokenData:
         return len(self._rows)
 
     def rows(self, ids: Int[np.ndarray, "B"] | Sequence[int]) -> Int32[np.ndarray, "B T"]:
-        """The rows of the given numbers, in that order. Raises UserError for one that is damaged."""
+        """Returns the rows with the given numbers, in that order. Raises UserError for a damaged row."""
         return self._rows.rows(ids)
 
     def check(self, vocab_size: int, max_len: int | None = None, limit: str = "") -> None:
-        """Refuse data that a model cannot take: a token id outside ``0 .. vocab_size - 1`` (named by file and row), or
-        rows longer than ``max_len`` tokens. Reads what the shards say of their ids; tokens only where they say
-        nothing. ``limit``: the key that sets ``max_len``, where it can still be changed."""
+        """Raises UserError for data that a model cannot take: a token id outside ``0 .. vocab_size - 1`` (with its file
+        and row), or rows longer than ``max_len`` tokens. Reads the ranges of ids that the shards record, and tokens
+        only if they record none. ``limit``: the key that sets ``max_len``, if it can still be changed.
+        """
         if max_len is not None and self.seq_len > max_len:
             raise UserError(
                 f"{self.source}: rows have {self.seq_len} tokens, the model takes at most {max_len}; "
@@ -54,9 +56,9 @@ class TokenData:
 
 
 def count_rows(source: str | Path) -> tuple[int, int | None]:
-    """Number of rows, and the tokens in each where the type says it, from the shards' footers alone.
+    """Returns the number of rows, and the tokens in each if the type has it, from the shards' footers alone.
 
-    Raises UserError: nothing there, damaged, no such column, not integers.
+    Raises UserError for a missing or damaged shard, and one without the column or with other values than integers.
     """
     files = find_shards(str(source))
     counts = [shard_rows(file) if file.suffix == arrow_rows.SUFFIX else file_rows(file) for file in files]
@@ -64,8 +66,10 @@ def count_rows(source: str | Path) -> tuple[int, int | None]:
 
 
 def find_shards(source: str) -> list[Path]:
-    """The shards of a folder, of a glob, or a file, all of one kind. A glob of ``*.parquet`` that matches nothing means
-    the Arrow shards of the same names, which `pd data tokenize` has written since. Raises UserError for none."""
+    """Returns the shards of a folder, a glob or a file, all of one kind. A glob of ``*.parquet`` that matches nothing
+    stands for the Arrow shards of the same names, which newer versions of `pd data tokenize` write. Raises UserError if
+    there are none.
+    """
     path = Path(source)
     if path.is_dir():
         found = _in_folder(path)

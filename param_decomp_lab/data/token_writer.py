@@ -1,4 +1,4 @@
-"""A stream of token ids, cut into rows and written to shards, with what has to be known of them at the end."""
+"""Cuts a stream of token ids into rows and writes them to shards, with statistics at the end."""
 
 import hashlib
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Written:
 class TokenWriter:
     """Writes ``folder/NAME-00000.arrow`` and so on, each of at most ``rows_per_shard`` rows.
 
-    ``vocab_size``: every id is below it. ``most_rows``: what comes after as many is not written. ``bos``: the id that
-    rows begin with; None for none (`cut_rows`).
+    ``vocab_size``: every id is below it. ``most_rows``: rows beyond this number are not written. ``bos``: the id that
+    rows begin with; None without one (`cut_rows`).
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TokenWriter:
 
     @property
     def whole_rows(self) -> int:
-        """Rows so far, those that are not written yet among them; with BOS there may be a few more."""
+        """The number of rows so far, including those not written yet; with BOS, there may be a few more."""
         return self.rows + self._n_pending // self._seq_len
 
     def add(self, ids: Int32[np.ndarray, "n"]) -> None:
@@ -63,7 +63,7 @@ class TokenWriter:
             self._write_rows(at_once)
 
     def close(self) -> Written:
-        """Writes the rows that are left."""
+        """Writes the remaining rows."""
         self._write_rows(1)
         if self._shard is not None:
             self._shard.close()
@@ -71,12 +71,12 @@ class TokenWriter:
         return Written(self.rows, self._shards, self._counts, tail, self._hash.digest())
 
     def discard(self) -> None:
-        """Leaves no unfinished file."""
+        """Removes the unfinished file."""
         if self._shard is not None:
             self._shard.discard()
 
     def _write_rows(self, multiple: int) -> None:
-        """Writes rows that are pending, a multiple of ``multiple`` of them."""
+        """Writes pending rows, in a number that is a multiple of ``multiple``."""
         if not self._pending:
             return
         ids = np.concatenate(self._pending)
@@ -103,17 +103,17 @@ class TokenWriter:
 def cut_rows(
     ids: Int32[np.ndarray, "n"], seq_len: int, bos: int | None, *, multiple: int = 1, most: int | None = None
 ) -> tuple[Int32[np.ndarray, "rows T"], int]:
-    """The rows of ``seq_len`` tokens that a stream fills, and how many ids of the stream are in them. ``multiple``: of
-    rows, a multiple of it; ``most``: no more than these.
+    """Returns the rows of ``seq_len`` tokens that a stream fills, and how many ids of the stream are in them.
+    ``multiple``: the number of rows is a multiple of it; ``most``: the largest number of rows.
 
-    With ``bos`` every row begins with it, and what follows is the stream's next ``seq_len - 1`` ids. Where the next id
-    of the stream is ``bos`` itself, as where a document begins, the row begins with that one.
+    With ``bos``, every row begins with it, followed by the stream's next ``seq_len - 1`` ids. If the next id of the
+    stream is ``bos`` itself, as at the start of a document, the row begins with that one.
     """
     if bos is None:
         n = len(ids) // (multiple * seq_len) * multiple
         n = n if most is None else min(n, most)
         return ids[: n * seq_len].reshape(n, seq_len), n * seq_len
-    starts, at = list[int](), 0  # of what follows the rows' BOS
+    starts, at = list[int](), 0  # of the ids after each row's BOS
     while at < len(ids):
         start = at + int(ids[at] == bos)
         at = start + seq_len - 1
@@ -127,8 +127,9 @@ def cut_rows(
 
 
 def before_document(ids: Int32[np.ndarray, "n"], separator: int | None, bos: int | None) -> Int32[np.ndarray, "k"]:
-    """What stands between the documents before and the one that begins with ``ids``: the separator and BOS, as far as
-    there are such. A separator that is BOS is there once, and a text that begins with BOS itself gets no second one."""
+    """Returns what comes between the previous documents and the one that begins with ``ids``: the separator and BOS, if
+    they exist. If the separator is BOS, it occurs once, and a text that already begins with BOS gets no second one.
+    """
     between = [token for token in (separator, bos) if token is not None]
     if bos is not None and bos == separator:
         between = [bos]
@@ -138,7 +139,7 @@ def before_document(ids: Int32[np.ndarray, "n"], separator: int | None, bos: int
 
 
 def add_counts(a: Int64[np.ndarray, "m"], b: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "k"]:
-    """The sum of two counts of token ids, of which one may know of higher ids."""
+    """Returns the sum of two arrays of counts by token id, which may differ in length."""
     if len(a) < len(b):
         a, b = b, a
     total = a.astype(np.int64)
@@ -147,6 +148,8 @@ def add_counts(a: Int64[np.ndarray, "m"], b: Int64[np.ndarray, "n"]) -> Int64[np
 
 
 def unigram_entropy(counts: Int64[np.ndarray, "vocab"]) -> float:
-    """Entropy of the token frequencies, in nats: the cross-entropy of the best model that ignores context."""
+    """Returns the entropy of the token frequencies, in nats: the cross-entropy of the best model
+    that ignores context.
+    """
     p = counts[counts > 0] / max(1, counts.sum())
     return float(-(p * np.log(p)).sum())

@@ -1,7 +1,7 @@
-"""Text to shards of fixed-length rows of token ids, in a training and an evaluation split.
+"""Turns text into shards of fixed-length rows of token ids, in a training and an evaluation split.
 
-The text is divided into units (plan.py). Each is tokenized by one process, into shards of its own; which process that
-is, and when, changes no byte. What is left of each unit, less than a row, is joined at the end.
+The text is divided into units (plan.py). Each unit is tokenized by one process, into its own shards; which process and
+when does not change the output. The remainder of each unit, less than a row, is joined with the others at the end.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from param_decomp_lab.data.unfinished import Unfinished, unfinished
 from param_decomp_lab.errors import CannotWrite, UserError
 
 TAIL = "part-tail"
-"""The shard of what was left of the units; its name sorts after theirs."""
+"""The name of the shard with the remainders of the units; it sorts after theirs."""
 
 
 def tokenize_documents(
@@ -38,8 +38,7 @@ def tokenize_documents(
     sources: tuple[str, ...],
     **settings: Any,
 ) -> DataMeta:
-    """Tokenizes documents that are at hand. ``bos``: as of `make_plan`. ``settings``: those of `Settings`. As
-    `tokenize`."""
+    """Tokenizes documents in memory, like `tokenize`. ``bos``: as in `make_plan`. ``settings``: those of `Settings`."""
     plan = make_plan([memory_unit(documents)], Settings(**settings), tokenizer, sources, bos)
     meta = tokenize(plan, out, overwrite=overwrite)
     assert meta is not None
@@ -55,8 +54,9 @@ def tokenize_files(
     bos: bool | None = None,
     **settings: Any,
 ) -> DataMeta:
-    """Tokenizes the files, folders and globs of ``inputs``; a text file is a document. ``bos``: as of `make_plan`.
-    ``settings``: those of `Settings`. As `tokenize`."""
+    """Tokenizes the files, folders and globs of ``inputs``; each text file is a document. ``bos``: as in `make_plan`.
+    ``settings``: those of `Settings`. Otherwise like `tokenize`.
+    """
     plan = make_plan(file_units(inputs), Settings(**settings), tokenizer, tuple(map(str, inputs)), bos)
     meta = tokenize(plan, out, overwrite=overwrite)
     assert meta is not None
@@ -64,12 +64,12 @@ def tokenize_files(
 
 
 def memory_unit(documents: Sequence[Document]) -> Unit:
-    """Documents that are at hand."""
+    """Returns documents in memory as one unit."""
     return Unit((MemorySpan(tuple(documents)),), "by hash")
 
 
 def file_units(inputs: Sequence[str | Path], fmt: Format | None = None, role: Role = "by hash") -> list[Unit]:
-    """The units of files, folders and globs. ``fmt``: None goes by the files' endings. Raises UserError."""
+    """Returns the units of files, folders and globs. ``fmt``: None goes by the files' endings. Raises UserError."""
     files = find_files(inputs)
     size = unit_bytes(sum(file.stat().st_size for file in files))
     return cut_units(file_spans(files, fmt, size), role, size)
@@ -82,9 +82,10 @@ def make_plan(
     sources: tuple[str, ...],
     bos: bool | None = None,
 ) -> TokenizePlan:
-    """``tokenizer``: None where the input is tokenized already. ``bos``: whether rows and documents begin with the
-    tokenizer's BOS; None does what the tokenizer itself does with a text. Raises UserError if the tokenizer does not
-    exist, or has no BOS although one is wanted."""
+    """Makes a plan. ``tokenizer``: None if the input is already tokenized. ``bos``: whether rows and documents begin
+    with the tokenizer's BOS; None does what the tokenizer itself does with a text. Raises UserError if the tokenizer
+    does not exist, or has no BOS although one is wanted.
+    """
     if bos and settings.row_starts:
         raise UserError("bos: rows that are taken as they are get no token put before them; leave it out")
     found = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -104,16 +105,17 @@ def tokenize(
     console: Console | None = None,
 ) -> DataMeta | None:
     """Writes ``out/train`` and ``out/eval``, shards of rows of ``plan.settings.seq_len`` tokens (arrow_rows.py), the
-    tokenizer and ``meta.json``. ``out`` appears only when it is complete; a call that was killed is gone on with by the
-    same call, and what it writes depends on the plan alone.
+    tokenizer and ``meta.json``. ``out`` appears only when it is complete. The same call continues one that was killed,
+    and the output depends on the plan alone.
 
-    Documents are concatenated with the tokenizer's separator and cut into rows; the tail that fills no row is dropped.
-    With ``plan.bos`` each row begins with it, and each separator is followed by it (`cut_rows`).
-    ``processes``: that tokenize. ``part``: number and count, where several jobs make ``out`` together: a job does the
-    units of its own, and the one that finds all done makes ``out``. ``console``: for the progress.
+    Documents are concatenated with the tokenizer's separator and cut into rows; an incomplete row at the end is
+    dropped. With ``plan.bos``, each row begins with it, and it follows each separator (`cut_rows`). ``processes``: how
+    many tokenize. ``part``: number and count, if several jobs make ``out`` together: each job does its own units, and
+    the one that finds all done makes ``out``. ``console``: shows the progress.
 
-    Returns what ``out/meta.json`` says, None where other parts are missing. Raises UserError: text that cannot be read
-    or is too short for one row in each split, ``out`` not empty (unless ``overwrite``) or not writable.
+    Returns the content of ``out/meta.json``; None while other parts are missing. Raises UserError for text that cannot
+    be read or is too short for one row in each split, and if ``out`` is not empty (unless ``overwrite``) or not
+    writable.
     """
     if part is not None and (meta := _finished(Path(out), plan)) is not None:
         return meta
@@ -122,7 +124,7 @@ def tokenize(
             tokenize_units(plan, work, processes, part, console)
             return _publish_if_whole(plan, work, overwrite=overwrite)
     except CannotWrite:
-        # Another part has put the whole in place while this one did what it did not know to be done.
+        # Another part has finished the data set while this one repeated work that was already done.
         meta = None if part is None else _finished(Path(out), plan)
         if meta is None:
             raise
@@ -130,7 +132,7 @@ def tokenize(
 
 
 def _publish_if_whole(plan: TokenizePlan, work: Unfinished, *, overwrite: bool) -> DataMeta | None:
-    """Puts the data in place if all units are done that it takes."""
+    """Puts the data in place if all units that they need are done."""
     with work.publishing() as is_there:
         if not is_there:  # another part has done it
             return _finished(work.out, plan)
@@ -143,7 +145,7 @@ def _publish_if_whole(plan: TokenizePlan, work: Unfinished, *, overwrite: bool) 
 
 
 def _finished(out: Path, plan: TokenizePlan) -> DataMeta | None:
-    """What was made of the same plan."""
+    """Returns the description of data already made from the same plan; None otherwise."""
     if not (out / META_FILE).is_file():
         return None
     meta = DataMeta.read(out)
@@ -151,7 +153,7 @@ def _finished(out: Path, plan: TokenizePlan) -> DataMeta | None:
 
 
 def _needed(plan: TokenizePlan, work: Unfinished) -> list[int] | None:
-    """The units that make up the data set, in order; None while one is not done."""
+    """Returns the units that make up the data set, in order; None while one is not done."""
     done, before = work.done(), dict.fromkeys(SPLITS, 0)
     needed = []
     for number in range(len(plan.units)):
@@ -166,7 +168,7 @@ def _needed(plan: TokenizePlan, work: Unfinished) -> list[int] | None:
 
 
 def _publish(plan: TokenizePlan, work: Unfinished, needed: Sequence[int]) -> DataMeta:
-    """Makes the data of the units whole: may be done again after a kill, with the same result."""
+    """Assembles the data of the units. It can be repeated after a kill, with the same result."""
     tokenizer = None if plan.tokenizer is None else load_tokenizer(plan.tokenizer)
     separator = None if tokenizer is None else tokenizer.separator
     joined = {split: _Joined(plan, work, split, separator) for split in SPLITS}
@@ -203,7 +205,7 @@ def _publish(plan: TokenizePlan, work: Unfinished, needed: Sequence[int]) -> Dat
 
 
 class _Joined:
-    """One split, joined of what its units gave: not more rows than are asked for, and rows of what was left."""
+    """One split, joined from its units: at most the requested number of rows, and rows made of the remainders."""
 
     def __init__(self, plan: TokenizePlan, work: Unfinished, split: Split, separator: int | None) -> None:
         self._settings, self._folder, self._split = plan.settings, work.data / split, split
@@ -225,13 +227,13 @@ class _Joined:
         self.counts = add_counts(self.counts, counts)
         self._digests.append(digest)
         self._shards += shards
-        # A tail that goes on in the next unit's text is joined to it as another document.
+        # A remainder whose document continues in the next unit is joined to it as a separate document.
         if self._tails and len(written.tail) and written.tail[0] != self._separator:
             self._tails.append(before_document(written.tail, self._separator, self._bos))
         self._tails.append(written.tail)
 
     def close(self) -> SplitMeta:
-        """Removes shards of units that are not needed. Raises UserError when the whole split did not fill one row."""
+        """Removes shards of units that are not needed. Raises UserError if the whole split does not fill one row."""
         length = self._settings.seq_len
         tail = np.concatenate(self._tails) if self._tails else np.zeros(0, np.int32)
         most = None if self._most is None else self._most - self.rows
@@ -259,7 +261,7 @@ class _Joined:
         )
 
     def digest(self) -> bytes:
-        """The digest of all token ids, as int32."""
+        """Returns the digest of all token ids, as int32."""
         return self._digests[0] if len(self._digests) == 1 else hashlib.sha256(b"".join(self._digests)).digest()
 
     def _write_tail(self, rows: Int32[np.ndarray, "n T"]) -> None:
@@ -274,7 +276,9 @@ class _Joined:
 
 
 def _cut(shards: Sequence[Path], n_rows: int, settings: Settings) -> tuple[Int64[np.ndarray, "ids"], bytes, list[Path]]:
-    """Cuts shards to their first ``n_rows`` rows: what is then in them, as `Written` has it, and which are left."""
+    """Cuts shards to their first ``n_rows`` rows. Returns the counts and the digest of `Written` for these, and the
+    shards that remain.
+    """
     counts, digest, kept = np.zeros(0, np.int64), hashlib.sha256(), []
     for shard in shards:
         if n_rows == 0:

@@ -1,4 +1,4 @@
-"""The processes that tokenize the units of a plan, and their progress."""
+"""Runs the processes that tokenize the units of a plan, and shows their progress."""
 
 import multiprocessing
 import os
@@ -22,15 +22,15 @@ from param_decomp_lab.data.unfinished import Unfinished
 from param_decomp_lab.errors import CannotWrite
 
 LOOK_S = 0.25
-"""Between two looks at the progress."""
+"""Seconds between two checks of the progress."""
 
 
 class Stopped(Exception):
-    """In a process that tokenizes: the others have been interrupted, or have failed."""
+    """Raised in a process that tokenizes when the others were interrupted or failed."""
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -58,7 +58,7 @@ def _tokenizer(plan: TokenizePlan) -> Tokenizer | None:
 
 
 class _Todo:
-    """The units of a part that are to be done, in order: those that are needed by what is known when they are due."""
+    """The units of a part that need to be done, in order. Whether a unit is needed is decided when it is due."""
 
     def __init__(self, plan: TokenizePlan, work: Unfinished, units: range) -> None:
         self._plan, self._work, self._units = plan, work, units
@@ -72,13 +72,13 @@ class _Todo:
         for unit in self.left():
             limited = self._plan.settings.tokens is not None or self._plan.settings.eval_tokens is not None
             if limited:
-                self._look()  # other parts have gone on
+                self._look()  # other parts have progressed
             before = {split: sum(rows[split] for n, rows in self._rows.items() if n < unit) for split in SPLITS}
             if not limited or self._plan.is_needed(unit, before):
                 yield unit
 
     def finished(self, unit: int) -> None:
-        """``unit`` has a record now."""
+        """Notes that ``unit`` now has a record."""
         written = self._work.record(unit).written
         self._rows[unit] = {split: written[split].rows if split in written else 0 for split in SPLITS}
 
@@ -86,7 +86,7 @@ class _Todo:
         return sum(self._plan.units[unit].size for unit in self._units if unit in self._rows)
 
     def done_tokens(self) -> int:
-        """Tokens of the training split, in all parts."""
+        """Returns the number of tokens of the training split, in all parts."""
         return sum(rows["train"] for rows in self._rows.values()) * self._plan.settings.seq_len
 
     def all_bytes(self) -> int:
@@ -98,7 +98,7 @@ class _Todo:
 
 
 class _Progress:
-    """A bar with tokens per second. Without a console, nothing."""
+    """Shows a bar with tokens per second; nothing without a console."""
 
     def __init__(self, plan: TokenizePlan, todo: _Todo, console: Console | None) -> None:
         self._limit, self._todo, self._began = plan.settings.tokens, todo, time.monotonic()
@@ -129,14 +129,14 @@ class _Progress:
         self.show(self._chars + chars, self._tokens + tokens)
 
     def show(self, chars: int, tokens: int) -> None:
-        """``chars``, ``tokens``: since the beginning."""
+        """Updates the bar. ``chars``, ``tokens``: since the beginning."""
         self._chars, self._tokens = chars, tokens
         self._show()
 
     def _show(self) -> None:
         seconds = max(time.monotonic() - self._began, 1e-3)
         if self._limit is None:
-            # A unit's bytes are counted when it is done; until then, its characters, of which a record has fewer.
+            # A unit's bytes are counted when it is done; until then its characters, which are fewer.
             done = max(self._todo.done_bytes(), self._before + self._chars)
         else:
             done = self._tokens_before + self._tokens
@@ -152,7 +152,7 @@ def _in_processes(plan: TokenizePlan, work: Unfinished, todo: _Todo, processes: 
         waiting = iter(todo)
         running: dict[Future[None], int] = {}
         while True:
-            # One more than there are processes, so that none waits; not all, since a limit may be reached.
+            # One unit more than there are processes, so that none waits; not all units, since a limit may be reached.
             while len(running) <= processes and (unit := next(waiting, None)) is not None:
                 running[pool.submit(_tokenize, unit)] = unit
             if not running:
@@ -172,18 +172,18 @@ def _in_processes(plan: TokenizePlan, work: Unfinished, todo: _Todo, processes: 
 
 
 _work: dict[str, Any] = {}
-"""What `_begin` gave to a process that tokenizes."""
+"""What `_begin` passed to a process that tokenizes."""
 
 
 def _begin(plan: TokenizePlan, work: Unfinished, shared: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process is interrupted, and says so here
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles interrupts, and tells this one
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _work.update(plan=plan, work=work, shared=shared, tokenizer=_tokenizer(plan))
 
 
 def _end_with_parent() -> None:
-    """A process whose first process was killed would wait for ever."""
+    """Ends this process when its parent is killed; otherwise, it would wait forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait_for([parent.sentinel])

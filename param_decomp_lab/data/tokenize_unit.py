@@ -1,4 +1,4 @@
-"""Tokenizing one unit of a plan: its shards, and a record of what is in them."""
+"""Tokenizes one unit of a plan into shards, with a record of their contents."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,23 +30,24 @@ from param_decomp_lab.safe_io.printable import shortened
 PIECES_AT_ONCE = 1024
 CHARS_AT_ONCE = 1 << 22
 EXACT_CHARS = 1 << 25
-"""A text of one unit is held in memory up to this size, to hold exactly its share out."""
+"""A text of one unit is kept in memory up to this size, to hold out exactly the requested share."""
 
 Report = Callable[[int, int], None]
-"""Told the characters and the tokens since the last time; may raise to stop."""
+"""Receives the numbers of characters and tokens since the last call; may raise to stop."""
 
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """What a unit gave. ``written``: by split. ``skipped``: records that were left out, how many, and of the first what
-    is wrong with them."""
+    """The results of a unit. ``written``: by split. ``skipped``: the number of records that were left out, and the
+    errors of the first of them.
+    """
 
     documents: int
     written: dict[Split, Written]
     skipped: Skipped = NOTHING_SKIPPED
 
     def save(self, file: Path) -> None:
-        """Replaces ``file``, which is whole at any time."""
+        """Replaces ``file``, which is complete at any time."""
         arrays: dict[str, Any] = {
             "documents": np.array(self.documents),
             "skipped": np.array(self.skipped.n),
@@ -129,7 +130,7 @@ def tokenize_unit(
 
 
 def training_text(plan: TokenizePlan) -> Iterator[str]:
-    """The text of the training split, in order and in pieces. Raises as `tokenize_unit`."""
+    """Yields the text of the training split, in order and in pieces. Raises as `tokenize_unit` does."""
     for unit in plan.units:
         for piece in _chosen(plan, unit, _Documents(unit, plan.settings)):
             if piece.split == "train":
@@ -138,7 +139,9 @@ def training_text(plan: TokenizePlan) -> Iterator[str]:
 
 
 class _Documents:
-    """The documents of a unit, and how many there were; ``n_bad`` records were left out, ``bad`` says why the first."""
+    """The documents of a unit, and their number. ``n_bad``: how many records were left out; ``bad``: the reasons for
+    the first of them.
+    """
 
     def __init__(self, unit: Unit, settings: Settings) -> None:
         self._unit, self._settings, self.n = unit, settings, 0
@@ -174,8 +177,9 @@ class _Documents:
 
 
 def _chosen(plan: TokenizePlan, unit: Unit, documents: Iterable[Document]) -> Iterator[TextPiece]:
-    """The pieces of a unit with their splits. Where it is the only unit and fits in memory, exactly its share is held
-    out: few pieces may all have a hash on one side."""
+    """Yields the pieces of a unit with their splits. If it is the only unit and fits in memory, exactly the requested
+    share is held out, because the hashes of a few pieces may all fall on one side.
+    """
     settings, cuts = plan.settings, split_documents(documents)
     if unit.role != "by hash":
         role: Split = unit.role
@@ -195,7 +199,7 @@ def _chosen(plan: TokenizePlan, unit: Unit, documents: Iterable[Document]) -> It
 
 
 def _encoded(tokenizer: Tokenizer | None, batch: Sequence[TextPiece]) -> Sequence[Int32[np.ndarray, "n"]]:
-    """The token ids of each piece."""
+    """Returns the token ids of each piece."""
     texts = [piece.content for piece in batch if isinstance(piece.content, str)]
     if texts:
         assert tokenizer is not None
@@ -204,7 +208,7 @@ def _encoded(tokenizer: Tokenizer | None, batch: Sequence[TextPiece]) -> Sequenc
 
 
 def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Pieces that are encoded together."""
+    """Yields lists of pieces that are encoded together."""
     batch: list[TextPiece] = []
     size = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Text to token ids and back: UTF-8 bytes, or any Hugging Face tokenizer file."""
+"""Turns text into token ids and back, by UTF-8 bytes or any Hugging Face tokenizer file."""
 
 import hashlib
 import shutil
@@ -27,12 +27,12 @@ TOKENIZER_BYTES = 1 << 28
 """Largest tokenizer.json."""
 LARGEST_ID = (1 << 24) - 1
 """Largest token id. Arrays have an entry for every id, and no network that can be loaded has a larger vocabulary."""
-# What a bare tokenizer.json calls the end (or, failing that, the beginning) of a document.
+# Names in a bare tokenizer.json for the end (or, failing that, the beginning) of a document.
 DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|begin_of_text|>", "<s>", "<bos>")
-# What a bare tokenizer.json calls the beginning of one.
+# Names in a bare tokenizer.json for the beginning of a document.
 DOCUMENT_BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>")
 PROBES = ("a", "0", ".", " ")
-"""Short texts: the tokenizer's beginning of a text is what comes before the tokens of one."""
+"""Short texts to find what the tokenizer puts before a text."""
 # Pieces of text are bounded (see tokenize.py), so that a batch of this many is a few MB.
 BATCH = 256
 
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """What ``meta.json`` calls it."""
+        """Its name in ``meta.json``."""
 
     @property
     def vocab_size(self) -> int:
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
     @property
     def separator(self) -> int | None:
-        """The id put between documents; None without one."""
+        """The id that separates documents; None without one."""
 
     @property
     def bos(self) -> int | None:
@@ -61,19 +61,20 @@ class Tokenizer(Protocol):
         """Whether the tokenizer itself puts `bos` before every text."""
 
     def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "n"]]:
-        """Token ids of each text, without special tokens."""
+        """Returns the token ids of each text, without special tokens."""
 
     def pieces(self) -> dict[int, Piece]:
-        """What each id stands for: text, or bytes where a token is not whole characters, or is a byte by its name. Ids
-        of no token are left out."""
+        """Returns what each id stands for: text, or bytes if a token is not whole characters or its name is that of a
+        byte. Ids without a token are left out.
+        """
 
     def save(self, folder: Path) -> None:
-        """Put what decoding needs into ``folder``."""
+        """Saves what decoding needs in ``folder``."""
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """A token is a byte of UTF-8; documents are separated by a zero byte."""
+    """A tokenizer whose tokens are bytes of UTF-8; documents are separated by a zero byte."""
 
     vocab_size: int = 256
     separator: int | None = 0
@@ -93,7 +94,9 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class HuggingFaceTokenizer:
-    """``file``: a ``tokenizer.json``; a ``tokenizer_config.json`` beside it may name the end-of-document token."""
+    """A Hugging Face tokenizer. ``file``: a ``tokenizer.json``; a ``tokenizer_config.json`` beside it may name the
+    end-of-document token.
+    """
 
     file: Path
     name: str = TOKENIZER_FILE
@@ -138,24 +141,26 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _put_first(self) -> int | None:
-        """The first id that the post-processor puts before a text. As transformers 5, which does not ask the
-        ``add_bos_token`` of `TOKENIZER_CONFIG` where there is a `TOKENIZER_FILE`."""
+        """Returns the first id that the post-processor puts before a text. Like transformers 5, it ignores
+        ``add_bos_token`` in `TOKENIZER_CONFIG` if there is a `TOKENIZER_FILE`.
+        """
         for probe in PROBES:
             try:
                 encoding = self._tokenizer.encode(probe)
-            except BaseException as error:  # the vocabulary has neither the text nor an unknown token
+            except BaseException as error:  # the vocabulary lacks both the text and an unknown token
                 if not _of_the_library(error):
                     raise
                 continue
-            if 0 in encoding.sequence_ids:  # else none of the probe is in the vocabulary
+            if 0 in encoding.sequence_ids:  # otherwise, no part of the probe is in the vocabulary
                 first = int(encoding.ids[0])
-                # A template may put any number there, also one that is not a token's.
+                # A template may insert any number, even one that is not a token's.
                 return None if encoding.sequence_ids[0] == 0 or first >= self.vocab_size else first
         return None
 
     def _special(self, keys: Sequence[str], names: Sequence[str]) -> int | None:
-        """The id of the first of these that is a token: what `TOKENIZER_CONFIG` has under ``keys``, then ``names``.
-        Raises UserError for a key that holds no text."""
+        """Returns the id of the first of these that is a token: the values of ``keys`` in `TOKENIZER_CONFIG`, then
+        ``names``. Raises UserError for a key whose value is not text.
+        """
         config = self.file.with_name(TOKENIZER_CONFIG)
         settings = read_json(config, "the tokenizer's settings", dict, TOKENIZER_BYTES) if config.is_file() else {}
         for key in keys:
@@ -175,9 +180,10 @@ class HuggingFaceTokenizer:
     def pieces(self) -> dict[int, Piece]:
         tokenizer, added = self._tokenizer, self._tokenizer.get_added_tokens_decoder()
         ids: Sequence[int] = range(self.vocab_size)
-        if len(ids) > 2 * tokenizer.get_vocab_size():  # some far beyond the others
+        if len(ids) > 2 * tokenizer.get_vocab_size():  # some ids are far beyond the others
             ids = sorted(tokenizer.get_vocab().values())
-        # Alone, a token may lose its leading space: decode it after another one and take that one off.
+        # A token that is decoded alone may lose its leading space, so it is decoded after another one, which is
+        # removed.
         try:
             anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
             alone = tokenizer.decode(anchor, skip_special_tokens=False)
@@ -195,7 +201,7 @@ class HuggingFaceTokenizer:
                     raise
                 text = ""
             if text and LOST not in text and i not in by_byte:
-                found[i] = text  # nearly all; ids of no token have no text
+                found[i] = text  # nearly all; ids without a token have no text
             elif (piece := tokenizer.id_to_token(i)) is not None:
                 found[i] = decoded_piece(piece, text, i in added)
         return found
@@ -207,12 +213,12 @@ class HuggingFaceTokenizer:
 
 
 def _of_the_library(error: BaseException) -> bool:
-    """The library raises bare Exception, and one that is not even that for a panic."""
+    """Whether the library raised an error: it raises bare Exception, and for a panic only a BaseException."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def load_tokenizer(tokenizer: str | Path) -> Tokenizer:
-    """``bytes``, a ``tokenizer.json``, or a folder that holds one. Raises UserError when there is none."""
+    """Loads ``bytes``, a ``tokenizer.json``, or a folder with one. Raises UserError if there is none."""
     if str(tokenizer) == BYTES:
         return ByteTokenizer()
     path = Path(tokenizer)
@@ -220,14 +226,15 @@ def load_tokenizer(tokenizer: str | Path) -> Tokenizer:
     if not file.is_file():
         raise UserError(f"no tokenizer at {file}: give `bytes`, a {TOKENIZER_FILE}, or a local folder that holds one")
     found = HuggingFaceTokenizer(file)
-    assert found.vocab_size > 0  # reads the file: a broken one is reported here and not in the middle of the work
+    assert found.vocab_size > 0  # reads the file, so that a broken one is reported now
     return found
 
 
 def chosen_bos(tokenizer: Tokenizer | None, wanted: bool | None, *, of_text: bool = True) -> int | None:
-    """The id that is to begin rows and documents; None for no such id. ``wanted``: None is what the tokenizer itself
-    does, and nothing for what is tokenized already (not ``of_text``). Raises UserError where one is wanted and there is
-    none."""
+    """Returns the id that rows and documents begin with; None without one. ``wanted``: None does what the tokenizer
+    itself does, and means no BOS for input that is already tokenized (not ``of_text``). Raises UserError if BOS is
+    wanted and the tokenizer has none.
+    """
     if wanted is None:
         return tokenizer.bos if tokenizer is not None and tokenizer.adds_bos and of_text else None
     if not wanted:
@@ -243,7 +250,7 @@ def chosen_bos(tokenizer: Tokenizer | None, wanted: bool | None, *, of_text: boo
 
 
 def tokenizer_hash(tokenizer: str | Path | Tokenizer) -> str:
-    """Differs where the ids of a text may. Raises UserError when there is no tokenizer."""
+    """Returns a hash that differs if the ids of a text could. Raises UserError if there is no tokenizer."""
     found = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     if not isinstance(found, HuggingFaceTokenizer):
         return found.name

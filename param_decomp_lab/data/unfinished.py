@@ -1,8 +1,8 @@
-"""The folder of a data set that is being made: what is in it survives a kill, and several jobs may fill it together.
+"""Manages the folder of a data set in the making: its contents survive a kill, and several jobs may fill it together.
 
-Beside the place of ``out`` lies ``.out.unfinished``: the plan, a record of each unit that is done, and the shards.
-A record appears after the shards of its unit, so that what has a record is not done again. The shards become ``out`` by
-one rename, when every unit that is needed has a record.
+The folder ``.out.unfinished`` beside ``out`` has the plan, a record of each finished unit, and the shards. A record
+appears after the shards of its unit, so a unit with a record is not done again. The shards become ``out`` by one
+rename, when every needed unit has a record.
 """
 
 import fcntl
@@ -27,11 +27,11 @@ PLAN_FILE, LOCK_FILE, PUBLISH_FILE = "plan.json", "lock", "publishing"
 
 
 class Busy(UserError):
-    """Another job does the same, or had the folder first."""
+    """Raised if another job does the same work, or took the folder first."""
 
 
 class Unfinished:
-    """``folder``: of the work. ``data``: in it, what becomes ``out``."""
+    """A data set in the making. ``folder``: where the work is. ``data``: the subfolder that becomes ``out``."""
 
     def __init__(self, folder: Path, out: Path) -> None:
         self.folder, self.out = folder, out
@@ -46,7 +46,7 @@ class Unfinished:
         return self._records / f"{number:05d}.npz"
 
     def done(self) -> set[int]:
-        """Units with a record."""
+        """Returns the units with a record."""
         return {int(file.stem) for file in self._records.glob("*.npz") if file.stem.isdecimal()}
 
     def record(self, number: int) -> UnitRecord:
@@ -54,24 +54,24 @@ class Unfinished:
 
     @contextmanager
     def publishing(self) -> Iterator[bool]:
-        """A block that only one job is in at a time. Gives whether there is still something to put in place."""
+        """A block that only one job is in at a time. Yields whether there is still something to put in place."""
         with open(self.folder / PUBLISH_FILE, "a") as lock:
             _flock(lock.fileno(), fcntl.LOCK_EX)
             yield self.data.is_dir()
 
     def put_in_place(self, *, overwrite: bool) -> None:
-        """Makes ``out`` of the shards, and removes the rest."""
+        """Makes ``out`` from the shards, and removes everything else."""
         put_in_place(self.data, self.out, marker=META_FILE, overwrite=overwrite)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextmanager
 def unfinished(out: Path, plan: TokenizePlan, part: tuple[int, int] | None, *, overwrite: bool) -> Iterator[Unfinished]:
-    """The work on ``out``, begun or gone on with. ``part``: number and count of the job, where several do the work.
+    """Starts or continues the work on ``out``. ``part``: number and count of the job, if several share the work.
 
-    What was done stays when the block fails, unless that is nothing that is worth keeping. Raises UserError where
-    another job does the same, where the folder was begun with another plan, or ``out`` may not be replaced
-    (``overwrite`` replaces it, and gives up what was begun with another plan).
+    The work done so far stays if the block fails, unless there is nothing worth keeping. Raises UserError if another
+    job does the same work, if the folder was begun with another plan, or if ``out`` may not be replaced (``overwrite``
+    replaces it, and discards work of another plan).
     """
     out = Path(os.path.realpath(out))  # a link to a folder stays one
     refuse_existing(out, marker=META_FILE, overwrite=overwrite)
@@ -87,7 +87,7 @@ def unfinished(out: Path, plan: TokenizePlan, part: tuple[int, int] | None, *, o
 
 @contextmanager
 def _locked(found: Unfinished, plan: TokenizePlan, part: tuple[int, int] | None, *, overwrite: bool) -> Iterator[None]:
-    """Excludes jobs that do the same units, and has the plan in the folder."""
+    """Excludes jobs that do the same units, and ensures that the plan is in the folder."""
     while True:
         try:
             found.folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def _locked(found: Unfinished, plan: TokenizePlan, part: tuple[int, int] | None,
             if not _flock(lock.fileno(), (fcntl.LOCK_EX if part is None else fcntl.LOCK_SH) | fcntl.LOCK_NB):
                 raise Busy(f"another job is making {found.out}; wait for it, or choose another folder")
             if not _is_same(lock.fileno(), found.folder / LOCK_FILE):
-                continue  # the job that held it has finished meanwhile, and removed the folder
+                continue  # the job that had the lock has finished and removed the folder
             try:
                 has_plan = _has_plan(found, plan, overwrite=overwrite)
             except OSError as error:
@@ -123,9 +123,10 @@ def _locked(found: Unfinished, plan: TokenizePlan, part: tuple[int, int] | None,
 
 
 def _has_plan(found: Unfinished, plan: TokenizePlan, *, overwrite: bool) -> bool:
-    """Whether the folder has been begun with this plan, now if not before. False for what is to be given up: another
-    plan's work, or what was left when the shards had been put in place. Raises UserError for another plan with work
-    done, unless ``overwrite``."""
+    """Whether the folder has this plan, which is written if there is none yet. False if the folder must be discarded:
+    it has another plan's work, or leftovers after the shards were put in place. Raises UserError for another plan with
+    work done, unless ``overwrite``.
+    """
     file = found.folder / PLAN_FILE
     ours = json.dumps({"options": plan.options, "inputs": plan.inputs_hash, "units": len(plan.units)})
     if not file.exists():
@@ -133,7 +134,7 @@ def _has_plan(found: Unfinished, plan: TokenizePlan, *, overwrite: bool) -> bool
         prepared = file.with_name(f".{file.name}.{os.getpid()}.tmp")
         prepared.write_text(ours)
         with suppress(FileExistsError):
-            os.link(prepared, file)  # fails where another part has been quicker, perhaps with another plan
+            os.link(prepared, file)  # fails if another part was faster, perhaps with another plan
         prepared.unlink()
     theirs = read_json(file, "the plan of an unfinished data set", dict, LISTING_BYTES)
     changes = _changes(theirs, json.loads(ours))
@@ -146,7 +147,7 @@ def _has_plan(found: Unfinished, plan: TokenizePlan, *, overwrite: bool) -> bool
 
 
 def _discard(found: Unfinished) -> None:
-    """Leaves nothing of an earlier plan but the lock."""
+    """Removes everything of an earlier plan except the lock."""
     for path in found.folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -158,7 +159,7 @@ def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     before = {**theirs.pop("options", {}), **theirs} if isinstance(theirs.get("options"), dict) else theirs
     after = {**ours.pop("options"), **ours}
     shown = {"inputs": "the text", "tokenizer": "the tokenizer", "units": "", "format": "the format"}
-    # An option that a plan leaves out is off in it.
+    # An option that a plan omits is off.
     changed = [key for key in dict.fromkeys([*after, *before]) if before.get(key) != after.get(key)]
     words = [
         shown.get(key, f"{printable(key, 80)}: {printable(str(before.get(key)), 80)}, now {after.get(key)}")

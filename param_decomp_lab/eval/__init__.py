@@ -1,1 +1,1 @@
-"""Evaluation (section 11): what a decomposition is judged by, in the loop and afterwards."""
+"""Evaluates decompositions (section 11), during training and afterwards."""

@@ -1,4 +1,4 @@
-"""`pd eval`: evaluates a run, prints what came out and writes it as JSON."""
+"""`pd eval`: evaluates a run, prints the results and writes them as JSON."""
 
 import json
 import secrets
@@ -28,7 +28,9 @@ def evaluate(
 ) -> None:
     """Evaluates a run and writes ``out``, a JSON file (None: a new file in the run folder); figures go next to it.
 
-    UserError before the work if it cannot be written, or belongs to a run; CannotWrite if it cannot be afterwards."""
+    Raises UserError before evaluating if ``out`` cannot be written or belongs to a run, and CannotWrite if writing
+    fails afterwards.
+    """
     file = out or run / EVALUATIONS / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}.json"
     check_output_file(file, "--out")
     figures = _figures_beside(file)
@@ -39,7 +41,7 @@ def evaluate(
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(as_json(found, run), indent=2) + "\n")
     except OSError as error:
-        _show(found, console)  # so that it is not lost
+        _show(found, console)  # so that the results are not lost
         raise CannotWrite(f"cannot write {file}: {error.strerror or error}; choose another place with --out") from error
     _show(found, console)
     for path in (file, *found.figures.values()):

@@ -1,4 +1,4 @@
-"""Evaluation of a run: metrics often, figures and what is `slow` less often, always on the same held-out batches."""
+"""Evaluates a run on the same held-out batches every time: metrics often, figures and `slow` metrics less often."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -65,8 +65,8 @@ def evaluation_programs(settings: EvalConfig) -> tuple[str, ...]:
 class Evaluation:
     """Evaluates states of a run on the same held-out batches every time.
 
-    ``batches``: gives a batch on the mesh by its number. ``text``: the tokenizer, asked for when a figure shows tokens.
-    Every process must call every method, and gets the same numbers.
+    ``batches``: gives a batch on the mesh by its number. ``text``: returns the tokenizer, called if a figure shows
+    tokens. Every process must call every method, and gets the same numbers.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Evaluation:
         text: Callable[[], TokenText | None] = lambda: None,
     ) -> None:
         assert config.method.eval is not None
-        # What is fetched must be whole on every device: the other processes' devices cannot be read from here.
+        # Results must be whole on every device, because a process cannot read the devices of others.
         self._whole = whole = whole_on(mesh)
         self._settings, self._batches, self._text = config.method.eval, batches, text
         pd, configured = config.method.pd, config.method.eval.metrics
         metrics = [metric for metric in configured if isinstance(metric, Metric)]
         self._kinds, self._slow_kinds = (_by_kind([m for m in metrics if m.slow == slow]) for slow in (False, True))
         self._metrics = [metric for alike in (*self._kinds, *self._slow_kinds) for metric in alike]
-        # Those of losses come first: a term draws by its place among all. What is slow comes after all others.
+        # Terms of losses come first, because a term's draws depend on its place among all. Slow ones come last.
         measured = list(zip(configured, measured_terms(configured, config), strict=True))
         measured.sort(key=lambda pair: isinstance(pair[0], Metric))
         terms = [term for metric, term in measured if term is not None and not metric.slow]
@@ -126,7 +126,7 @@ class Evaluation:
         }
 
     def _slow_batch(self, state: State, weights: Weights, inputs: Array, key: PRNGKeyArray) -> dict[str, Any]:
-        """`_fast_batch` for what is slow."""
+        """Like `_fast_batch`, for slow metrics."""
         problem = self._slow_problem
         learned = hold_for_reading(problem, state.learned)
         read = read_batch(problem, learned, weights, inputs, keeps_outputs(problem), compared_points(problem))
@@ -137,7 +137,7 @@ class Evaluation:
         }
 
     def _losses(self, problem: Problem, read: DecomposedBatch, state: State, key: PRNGKeyArray) -> dict[str, Array]:
-        """The terms of ``problem``, by key of a row. ``key``: of all terms of the evaluation."""
+        """Returns the terms of ``problem``, by key of a row. ``key``: the random key of all terms of the evaluation."""
         objective = Objective(problem.decomposition, state.step, term_keys(self._numbered, key))
         return objective.total_loss(read, {})[1][0]
 
@@ -151,13 +151,13 @@ class Evaluation:
         return jax.jit(partial(self._initial_adversaries, key, inputs), out_shardings=self._whole)()
 
     def _initial_adversaries(self, key: PRNGKeyArray, inputs: Array | jax.ShapeDtypeStruct) -> Adversaries:
-        """The adversaries at the start of an evaluation, for batches like ``inputs``."""
+        """Returns the adversaries at the start of an evaluation, for batches like ``inputs``."""
         sites, use_delta = self._problem.target.sites, self._problem.decomposition.use_delta
         leading = self._problem.target.activation_axes(inputs.shape)
         return fresh_adversaries(self._persistent, key, sites, leading, use_delta)
 
     def programs(self, state: State, weights: Any, inputs: jax.ShapeDtypeStruct) -> dict[str, Program]:
-        """The programs of an evaluation, by name; arguments are shapes with shardings."""
+        """Returns the programs of an evaluation, by name; arguments are shapes with shardings."""
         key = jax.eval_shape(lambda: self._problem.decomposition.key("eval"))
         start = jax.eval_shape(self._initial_adversaries, key, inputs)
         adversaries = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole), start)
@@ -183,13 +183,14 @@ class Evaluation:
         return step % self._settings.slow_every == 0 or step == total
 
     def fast(self, state: State, weights: Weights, step: int, stop: Callable[[], bool]) -> Measurements:
-        """`eval/*` metrics of the state after ``step`` steps, as means over the batches.
+        """Returns the `eval/*` metrics of the state after ``step`` steps, as means over the batches.
 
         Raises EvaluationStopped if ``stop`` returns True.
         """
-        # The arrays a jitted function closes over would be constants of its program: hand the rest over as arguments.
+        # Arrays that a jitted function closes over would become constants of its program, so they are passed as
+        # arguments.
         key = jax.random.fold_in(self._problem.decomposition.key("eval"), step)
-        start_key = jax.random.fold_in(key, self._settings.n_steps)  # the numbers below are the batches'
+        start_key = jax.random.fold_in(key, self._settings.n_steps)  # smaller numbers belong to the batches
         partial_state = without_training_state(state)
         per_batch = []
         adversaries: Adversaries | None = None
@@ -205,7 +206,8 @@ class Evaluation:
     def slow(
         self, state: State, weights: Weights, step: int, measured: Measurements, stop: Callable[[], bool]
     ) -> Measurements:
-        """``measured``, what `fast` found of this state, with what is measured at the interval of figures.
+        """Returns ``measured``, the results of `fast` for this state, together with what is measured at the interval of
+        figures.
 
         Raises EvaluationStopped if ``stop`` returns True.
         """
@@ -249,14 +251,14 @@ class Evaluation:
             self._rows.compile(state.learned, weights, inputs)
 
     def batches(self, stop: Callable[[], bool]) -> Iterator[Array]:
-        """The batches of an evaluation. Checks ``stop`` before each; raises EvaluationStopped."""
+        """Yields the batches of an evaluation. Checks ``stop`` before each; raises EvaluationStopped."""
         for number in range(self._settings.n_steps):
             if stop():
                 raise EvaluationStopped
             yield self._batches(number)
 
     def statistics(self, state: State, weights: Weights, stop: Callable[[], bool]) -> Statistics:
-        """Histograms, means and densities of λ per site over the evaluation's batches."""
+        """Returns histograms, means and densities of λ for each site over the evaluation's batches."""
         limit = _shared(m.histogram_batches for m in self._metrics)
         batches = [jax.device_get(self._statistics(state.learned, weights, inputs)) for inputs in self.batches(stop)]
         return Statistics.over(self._problem.target.sites, batches, limit)
@@ -272,9 +274,9 @@ class Evaluation:
     ) -> dict[str, Path]:
         """Draws the configured figures into ``folder``; returns their paths by `slow_eval/figures/<name>`.
 
-        ``measured``: what `fast` and `slow` found of this state. ``folder``: None if another process writes the figures
-        and this one only takes part in the computation. A figure that cannot be written is reported and skipped, so
-        that the run does not fail.
+        ``measured``: the results of `fast` and `slow` for this state. ``folder``: None if another process writes the
+        figures and this one only takes part in the computation. A figure that cannot be written is reported and
+        skipped, so that the run does not fail.
         """
         snapshot = self._snapshot(state, weights, stop)
         drawn: dict[str, Figure] = {}
@@ -295,18 +297,18 @@ class Evaluation:
 
 
 def with_terms(problem: Problem, terms: tuple[Term, ...]) -> Problem:
-    """The same decomposition with other terms."""
+    """Returns the same decomposition with other terms."""
     return Problem(replace(problem.decomposition, terms=terms), problem.target)
 
 
 def _by_kind(metrics: Sequence[Metric]) -> list[list[Metric]]:
-    """The metrics by type, in the order of `METRICS`."""
+    """Returns the metrics by type, in the order of `METRICS`."""
     by_kind = [[metric for metric in metrics if type(metric) is kind] for kind in METRICS.values()]
     return [alike for alike in by_kind if alike]
 
 
 def _means(per_batch: list[dict[str, Any]], kinds: list[list[Metric]], snapshot: Snapshot) -> Measurements:
-    """What was measured of each batch, as means over the batches."""
+    """Averages what was measured for each batch."""
     means = jax.tree.map(lambda *values: np.mean(values, axis=0), *per_batch)
     row = {f"eval/{k}": float(v) for k, v in means["losses"].items() if k != "loss/total"}
     of_metrics = [mean for own in means["kinds"] for mean in own]
@@ -316,7 +318,7 @@ def _means(per_batch: list[dict[str, Any]], kinds: list[list[Metric]], snapshot:
 
 
 def _shared(settings: Iterable[Setting | None]) -> Setting | None:
-    """A setting of the statistics, which are computed once for all metrics; None if no metric gives it."""
+    """Returns a setting of the statistics, which are computed once for all metrics; None if no metric gives it."""
     given = {setting for setting in settings if setting is not None}
     assert len(given) <= 1, f"metrics give different settings for the same statistics: {given}"
     return next(iter(given), None)
@@ -327,6 +329,6 @@ def _is_persistent(term: Any) -> TypeGuard[Reconstruction]:
 
 
 def without_training_state(state: State) -> State:
-    """The state without persistent sources and moments, which no evaluation reads."""
+    """Returns the state without persistent sources and moments, which no evaluation reads."""
     evaluated: State = replace_fields(state, adversaries={}, components_moments=None, ci_moments=None)
     return evaluated

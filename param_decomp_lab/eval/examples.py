@@ -1,4 +1,4 @@
-"""Where the most important components of each site are most active, as text (`examples.json`)."""
+"""Finds where the most important components of each site are most active, and writes this as text (`examples.json`)."""
 
 import json
 import os
@@ -24,12 +24,13 @@ from param_decomp_lab.runs.folder import EXAMPLES_FILE
 
 MOST_OF_A_SITE = 16
 MOST = 4096
-"""Components of which there are examples, of a site and of all sites together: more would fill the device's memory and
-the report."""
+"""The most components with examples, at a site and at all sites together: more would fill the device's memory and the
+report.
+"""
 
 
 class ChosenExamples(NamedTuple):
-    """The components chosen of each site, and what they do on the evaluation's rows."""
+    """The chosen components of each site, and their logits on the evaluation's rows."""
 
     chosen: dict[str, Int[np.ndarray, "n"]]
     tokens: Int[np.ndarray, "rows T"]
@@ -37,7 +38,7 @@ class ChosenExamples(NamedTuple):
 
 
 def n_shown(n_sites: int) -> int:
-    """Components of a site of which there are examples."""
+    """Returns the number of components of a site that have examples."""
     return max(1, min(MOST_OF_A_SITE, MOST // n_sites))
 
 
@@ -49,7 +50,7 @@ def find_examples(
     statistics: Statistics,
     mesh: Mesh,
 ) -> ChosenExamples:
-    """Logits of each site's few components of largest mean λ. Every process of a run takes part."""
+    """Computes the logits of the few components of largest mean λ of each site. Every process of a run takes part."""
     sites = problem.target.sites
     n_components = n_shown(len(sites.all))
     chosen = {name: np.argsort(-mean, kind="stable")[:n_components] for name, mean in statistics.means.items()}
@@ -74,10 +75,10 @@ def write_examples(
     n_examples: int = 6,
     around: int = 24,
 ) -> Path:
-    """For each chosen component the positions of its largest logit in context.
+    """Writes, for each chosen component, the positions of its largest logits with their context.
 
-    Logits and not λ decide: many positions have λ = 1, and the first of them would stand for all. At most one position
-    per row of data; ``around`` tokens are shown on each side.
+    Positions are ranked by logits because many have λ = 1, of which the first ones would always be chosen. At most one
+    position per row of data is shown, with ``around`` tokens on each side.
     """
     sites, rows = problem.target.sites, examples.tokens
     lower, _ = squashings(problem.decomposition.squashing)

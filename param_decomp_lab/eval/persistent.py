@@ -1,7 +1,7 @@
-"""Persistent PGD as a metric: an attack of the evaluation's own, which lives from its first batch to its last.
+"""Measures persistent PGD as a metric: an attack that lasts from the first batch of an evaluation to its last.
 
-The sources of training belong to the training batches and their shape. A metric starts its own ones afresh at every
-evaluation and treats each batch as training treats a step (A3, A4): warm-up ascents, the error, one more ascent.
+The sources of training belong to the training batches and their shape. A metric starts its own sources anew at every
+evaluation, and treats each batch as training treats a step (A3, A4): warm-up ascents, the error, one more ascent.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ FIRST_NUMBER = 1 << 16
 
 
 def always_on(term: Reconstruction) -> Reconstruction:
-    """A metric's term: there is nothing to wait for."""
+    """Returns a metric's term, active from the beginning, since there is nothing to wait for."""
     if isinstance(term.sources, Merged):
         return replace(term, sources=replace(term.sources, attack=replace(term.sources.attack, start_frac=0.0)))
     assert isinstance(term.sources, PersistentAttack)
@@ -42,7 +42,7 @@ def always_on(term: Reconstruction) -> Reconstruction:
 def fresh_adversaries(
     terms: tuple[Reconstruction, ...], key: PRNGKeyArray, sites: Sites, leading: tuple[int, ...], use_delta: bool
 ) -> Adversaries:
-    """Where the attacks of one evaluation begin, by term name."""
+    """Returns the initial adversaries of one evaluation, by term name."""
     started = {}
     for number, term in enumerate(terms):
         attack = attack_of(term)
@@ -59,8 +59,9 @@ def attack_batch(
     total: int,
     key: PRNGKeyArray,
 ) -> tuple[Adversaries, dict[str, Float[Array, ""]]]:
-    """One batch: the adversaries after it, and each term's error by name, with the parts of R6 (``<term>/<part>``).
-    ``key``: that of the batch's other terms."""
+    """Attacks one batch; returns the adversaries after it, and each term's error by name, with the parts of R6
+    (``<term>/<part>``). ``key``: that of the batch's other terms.
+    """
     moved, errors = {}, dict[str, Array]()
     for number, term in enumerate(terms):
         moved[term.name], value, parts = _attack_by(
@@ -73,7 +74,7 @@ def attack_batch(
 def _attack_by(
     term: Reconstruction, adversary: Adversary, batch: DecomposedBatch, state: State, total: int, key: PRNGKeyArray
 ) -> tuple[Adversary, Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """One term's adversary after a batch, its error, and the parts of that."""
+    """Returns one term's adversary after a batch, its error, and the parts of the error."""
     spec, now = attack_of(term), at_step(term, state.step, total)
     assert spec is not None
     particle = draw_particle(term, key, batch.clean_pass.leading)

@@ -1,4 +1,4 @@
-"""A request for a post-hoc evaluation: which metrics, on which batches."""
+"""Reads a request for a post-hoc evaluation: which metrics, on which batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class EvaluationRequest:
 
 
 def evaluation_config(config: RunConfig, request: EvaluationRequest, where: str) -> RunConfig:
-    """``config`` with the requested evaluation. ``where``: prefix of errors.
+    """Returns ``config`` with the requested evaluation. ``where``: prefix of errors.
 
     Raises UserError for an unknown metric, or an override that would change the decomposition.
     """
@@ -45,7 +45,7 @@ def evaluation_config(config: RunConfig, request: EvaluationRequest, where: str)
                 f"{', '.join(SETTABLE)}"
             )
     wrapper, method = config.wrapper.model_dump(mode="json"), config.method.model_dump(mode="json")
-    # Devices are chosen where the run is opened, not by the mesh that trained it.
+    # Devices are chosen when the run is opened, not by the mesh that trained it.
     wrapper["mesh"] = Mesh().model_dump()
     if any(override.path[0] == "memory" for override in assignments):
         del wrapper["remat_recon_forwards"]  # it would contradict another preset
@@ -80,7 +80,7 @@ def read_metric_file(file: Path) -> list[Mapping[str, Any]]:
 
 
 def _metric(metric: str | Mapping[str, Any], config: RunConfig) -> dict[str, Any]:
-    """The metric as a mapping. One given by type has the keys that the run gives it, or the usual ones."""
+    """Returns the metric as a mapping. A metric given by its type gets the keys from the run, or the usual ones."""
     if isinstance(metric, str) and metric.lstrip().startswith("{"):
         metric = parse_yaml(metric, f"--metric {metric}")
     if isinstance(metric, Mapping):

@@ -1,4 +1,4 @@
-"""Post-hoc evaluation of any checkpoint of a run; `metrics.jsonl` is not changed."""
+"""Evaluates any checkpoint of a run post hoc, without changing `metrics.jsonl`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,13 +82,14 @@ def _refuse_uneven(settings: EvalConfig, config: RunConfig, run: Run) -> None:
 
 
 def evaluation_batches(run: Run, config: RunConfig, request: EvaluationRequest) -> tuple[BatchSource, str]:
-    """The evaluation's batches, and a description of their source."""
+    """Returns the evaluation's batches, and a description of their source."""
     method, inputs = config.method, run.architecture.inputs
     assert method.eval is not None
     if isinstance(method, ToyFile):
         assert isinstance(inputs, FeatureInputs)
         return feature_source(method, inputs, method.eval.batch_size, EVAL, run.mesh), "features drawn for evaluation"
-    # The rows that the run held out, not those this evaluation would: the run trained on all others.
+    # The rows that the run held out, not those that this evaluation would hold out, because the run trained on all
+    # others.
     others = any(text.startswith("data") for text in request.overrides)
     rows = (ResolvedConfig(config) if others else run.resolved).held_out_rows
     assert isinstance(method, LanguageModelFile)
@@ -97,7 +98,7 @@ def evaluation_batches(run: Run, config: RunConfig, request: EvaluationRequest) 
 
 
 def as_json(found: Evaluated, folder: Path) -> dict[str, Any]:
-    """The results as `pd eval` writes them."""
+    """Returns the results as `pd eval` writes them."""
     return {
         "run": folder.name,
         "step": found.step,

@@ -29,17 +29,17 @@ DESCRIPTION_FILE = "description.json"
 README_FILE = "README.md"
 FORMAT = 1
 LARGEST_FILE = 4 * 10**9
-"""Bytes; above, tensors are spread over several files with an index, as Hugging Face's are."""
+"""Largest file in bytes. Larger exports are split into several files with an index, in Hugging Face's layout."""
 
 
 def export_run(
     folder: Path, out: Path, step: int | None = None, *, overwrite: bool = False, largest: int = LARGEST_FILE
 ) -> dict[str, Slot]:
-    """Writes V, U and the CI function of a run into the new folder ``out``; gives where every tensor lies.
+    """Writes V, U and the CI function of a run into the new folder ``out``; returns where every tensor is stored.
 
-    The arrays go from file to file chunk by chunk: the host holds no more than one chunk, which is what one device
-    held of a stack of sites. ``out`` appears when it is complete. ``largest``: bytes of a file. UserError: as
-    `load_run`, ``out`` is taken or cannot be written.
+    The arrays are copied chunk by chunk, so the host holds at most one chunk: what one device held of a stack of sites.
+    ``out`` appears when it is complete. ``largest``: bytes of a file. Raises UserError as `load_run` does, and if
+    ``out`` exists or cannot be written.
     """
     found = find_checkpoint(folder, step)
     item = Checkpoints(found.folder).path(found.step) / "learned"
@@ -58,7 +58,7 @@ def export_run(
             (partial / README_FILE).write_text(_readme(description, slots), encoding="utf-8")
         except OSError as error:
             if error.errno in DISK_ERRORS:
-                raise  # `new_folder` knows them
+                raise  # `new_folder` handles these
             raise UserError(f"cannot write {out}: {error.strerror or error}") from error
     return slots
 
@@ -77,7 +77,7 @@ def _check_arrays(arrays: CheckpointArrays, found: FoundCheckpoint, item: Path) 
 
 
 def _order(found: FoundCheckpoint, name: str) -> tuple[int, int, str]:
-    """The CI function last; the components site by site in canonical order."""
+    """Sort key that puts the components first, site by site in canonical order, and the CI function last."""
     names = [f"components.{site.name}." for site in found.problem.target.sites.all]
     number = next((n for n, prefix in enumerate(names) if name.startswith(prefix)), len(names))
     return (0 if number < len(names) else 1, number, name)

@@ -1,6 +1,6 @@
-"""Arrays of a checkpoint read chunk by chunk, as they lie in its files: never more on the host than one of them.
+"""Reads the arrays of a checkpoint in the chunks of its files, so that the host holds at most one chunk.
 
-They are verified as `Checkpoints` does for whole arrays: by file sizes and fingerprints.
+They are verified like whole arrays in `Checkpoints`: by file sizes and fingerprints.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ Part = tuple[slice, ...]
 
 
 class CheckpointArrays:
-    """Those of one item of a checkpoint, such as ``ckpts/<step>/learned``.
+    """The arrays of one item of a checkpoint, such as ``ckpts/<step>/learned``.
 
-    UserError for what cannot be read, `Damaged` for what is not what was saved.
+    Raises UserError for a file that cannot be read, and `Damaged` for content that differs from what was saved.
     """
 
     def __init__(self, item: Path) -> None:
@@ -36,11 +36,11 @@ class CheckpointArrays:
             found: Any = ocp.StandardCheckpointHandler().metadata(self._item)
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(array.shape) for name, array in found.items()}
             self.dtypes: dict[str, np.dtype[Any]] = {name: np.dtype(array.dtype) for name, array in found.items()}
-        except Exception as error:  # orbax's and its storage's own
+        except Exception as error:  # orbax and its storage raise many kinds
             raise UserError(f"the checkpoint {self._item} cannot be read: {error}") from error
 
     def chunks(self, name: str) -> Iterator[tuple[Part, np.ndarray]]:
-        """Every part of an array once: where it belongs, and what it holds. `Damaged` is raised after the last."""
+        """Yields every part of an array once: its place and its values. `Damaged` is raised after the last."""
         seen = PartwiseFingerprint(self.shapes[name])
         try:
             base = f"file://{self._item}/"

@@ -1,4 +1,4 @@
-"""An edited target: a network like the run's, with some components scaled for good."""
+"""Writes an edited target: the run's network with some components scaled in its weights."""
 
 import json
 import shutil
@@ -28,16 +28,16 @@ from param_decomp_lab.weights.dtypes import Dtype
 from param_decomp_lab.weights.target_folder import CONFIG_FILE, TargetFolder, save_target
 
 EDIT_FILE = "edit.json"
-"""What was edited, and how far the network has moved; by it a folder of ours is known."""
+"""Records what was edited and how much the outputs changed; marks a folder that this program wrote."""
 SHOWN = 5
 BATCH = 8
 LARGEST_EXTRA = 64 << 20
-"""Bytes of a file beside the weights, such as a tokenizer, that is copied along."""
+"""Largest size in bytes of a file beside the weights, such as a tokenizer, that is copied along."""
 
 
 @dataclass(frozen=True)
 class Prompted:
-    """What the network says after a prompt: the most likely tokens of either network, each with both probabilities."""
+    """Predictions after a prompt: the most likely tokens of either network, each with both probabilities."""
 
     prompt: str
     tokens: list[tuple[str, float, float]]
@@ -45,8 +45,9 @@ class Prompted:
 
 @dataclass(frozen=True)
 class Edit:
-    """What was edited. ``components``: by site. ``kl``: KL(original ‖ edited) in nats, a mean over the positions of
-    ``rows`` held-out rows (of a toy, nothing)."""
+    """What was edited. ``components``: by site. ``kl``: KL(original ‖ edited) in nats, averaged over the positions of
+    ``rows`` held-out rows (None for a toy).
+    """
 
     run: str
     step: int
@@ -70,10 +71,10 @@ def export_edited(
 ) -> Edit:
     """Writes the target with the selected components multiplied by ``scale`` into the new folder ``out``.
 
-    A folder in the layout of the target's own (of a language model, of Hugging Face's), with the tokenizer of the
-    target if that lies beside its weights. ``dtype``: of the tensors; None for that of the target's folder.
+    The folder has the layout of the target's own (Hugging Face's for a language model), with the target's tokenizer if
+    it is beside the weights. ``dtype``: of the tensors; None keeps that of the target's folder.
 
-    Raises UserError for what cannot be edited, and where ``out`` is taken.
+    Raises UserError for what cannot be edited, and if ``out`` exists.
     """
     numbers = _numbers(run, selection)
     weights = edited_weights(run, numbers, scale)
@@ -99,13 +100,13 @@ def export_edited(
 
 
 def _comes_along(file: Path) -> bool:
-    """Tokenizers and settings of generation: not the weights, nor what says how they were trained."""
+    """Whether a file is copied along: tokenizers and generation settings are; weights and training records are not."""
     named = file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "generation_config", "meta.json"))
     return named and file.is_file() and file.stat().st_size <= LARGEST_EXTRA
 
 
 def _numbers(run: Run, selection: Selection) -> dict[str, list[int]]:
-    """By site; raises UserError for what has no matrix of its own in the target."""
+    """Returns the selected components by site. Raises UserError for a site without its own matrix in the target."""
     found = {}
     for name, mask in selected(selection, run.sites, 1, may_have_positions=False, groups=lambda: run.groups).items():
         site = run.sites[name]
@@ -118,8 +119,9 @@ def _numbers(run: Run, selection: Selection) -> dict[str, list[int]]:
 
 
 def edited_weights(run: Run, components: dict[str, list[int]], scale: float) -> Weights:
-    """The target's weights, in fp32, where each of these components is multiplied by ``scale``:
-    ``W + (scale − 1) Σ V_c U_c``."""
+    """Returns the target's weights in fp32 with each of these components multiplied by ``scale``: ``W + (scale − 1) Σ
+    V_c U_c``.
+    """
     sites = run.target.sites
     with jax.set_mesh(run.mesh):
         weights = jax.tree.map(lambda x: x.astype(jnp.float32), run.weights)
@@ -130,7 +132,7 @@ def edited_weights(run: Run, components: dict[str, list[int]], scale: float) -> 
             if numbers:
                 V, U = run.factors(site.name)
                 changes[stack.name][place] = (scale - 1) * (V[:, numbers].astype(np.float64) @ U[numbers])
-        # A site's matrix is a part of an array of the weights; the transpose of taking it puts the change there.
+        # A site's matrix is a slice of a weight array; the transpose of slicing puts the change in its place.
         [change] = back(jax.tree.map(jnp.asarray, changes))
         edited: Weights = jax.tree.map(jnp.add, weights, change)
     return edited
@@ -174,7 +176,7 @@ def _prompted(run: Run, edited: Weights, prompt: str) -> Prompted:
 
 
 def edit_table(edit: Edit) -> list[Any]:
-    """For the terminal: a table for each prompt."""
+    """Returns a table for each prompt, for the terminal."""
     from param_decomp_lab.ui.numbers import number, percent
     from param_decomp_lab.ui.tables import plain_table
 

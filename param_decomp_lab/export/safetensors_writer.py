@@ -1,7 +1,7 @@
-"""Safetensors files whose tensors are filled in part by part, so that no tensor has to be on the host at once.
+"""Writes safetensors files part by part, so that the host never has to hold a whole tensor.
 
-The library writes what it holds in memory. The format is 8 bytes with the length of a JSON header, the header, and the
-tensors one after the other (https://huggingface.co/docs/safetensors).
+The library can only write tensors that are in memory. The format is 8 bytes with the length of a JSON header, the
+header, and the tensors in sequence (https://huggingface.co/docs/safetensors).
 """
 
 import json
@@ -18,12 +18,12 @@ NAME = "decomposition"
 SINGLE_FILE = f"{NAME}.safetensors"
 INDEX_FILE = f"{NAME}.safetensors.index.json"
 ITEM_BYTES = 4
-"""Everything learned is float32 (N1)."""
+"""Bytes per entry: everything learned is float32 (N1)."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies: its file, and its first byte there."""
+    """Where a tensor is stored: its file, and the offset of its first byte."""
 
     file: str
     start: int
@@ -31,9 +31,10 @@ class Slot:
 
 
 def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], largest: int) -> dict[str, Slot]:
-    """Makes the files, empty as yet: one, or several of at most ``largest`` bytes (or one tensor) with an index.
+    """Creates the files with empty tensors: one file, or several with an index, each of at most ``largest`` bytes or
+    one tensor.
 
-    The space is taken at once: a disk that is too full is an OSError here and not a signal in the middle.
+    The space is reserved first, so that a full disk is an OSError here and not a signal in the middle of writing.
     """
     groups = _groups(shapes, largest)
     slots: dict[str, Slot] = {}
@@ -48,7 +49,7 @@ def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], largest: int) -
 
 
 def map_tensor(folder: Path, slot: Slot) -> Float32[np.memmap, "..."]:
-    """The tensor in its file, to be written to."""
+    """Maps the tensor in its file, for writing."""
     return np.memmap(folder / slot.file, np.float32, "r+", slot.start, slot.shape)
 
 

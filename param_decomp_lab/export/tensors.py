@@ -1,4 +1,4 @@
-"""Names of exported tensors: one per site (or block, or tap, of the CI function), from the stacked arrays."""
+"""Names the exported tensors, which split the stacked arrays by site (or by block or tap of the CI function)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ BLOCKS = "blocks"
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A tensor that is a part of an array of the checkpoint: its ``row`` on the first axis (of experts, on the first
-    two), or all of it (None)."""
+    """A tensor that is a part of a checkpoint array: its ``row`` on the first axis (on the first two for experts), or
+    all of it (None).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -26,9 +27,10 @@ class TensorPiece:
 
 
 def pieces(sites: Sites, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, list[TensorPiece]]:
-    """By name of an array of the item ``learned`` (``arrays``: their shapes): the tensors it is taken apart into.
+    """Returns, for the name of each array of the item ``learned``, the tensors it is split into. ``arrays``: shapes by
+    name.
 
-    A site that is tied to another (T4) gets tensors of its own, which are the other's, transposed and swapped.
+    A site that is tied to another (T4) gets its own tensors: the other site's, transposed and swapped.
     """
     stacks = {stack.name: [sites.all[n].name for n in stack.sites] for stack in sites.stacks}
     rows = {stack.name: (stack.rows(), len(stack.lead)) for stack in sites.stacks}
@@ -56,7 +58,7 @@ def pieces(sites: Sites, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, lis
 
 
 def _without_readout(path: list[str]) -> list[str]:
-    """Names as they are without a component readout, whose vectors are put under `readout` instead of `heads`."""
+    """Returns the path as it is without a component readout, whose vectors are under `readout` instead of `heads`."""
     if path[:2] == ["ci", "function"]:
         return ["ci", *path[2:]]
     if path[:2] == ["ci", "heads"] and path[3] in ("head", "readout"):

@@ -1,1 +1,1 @@
-"""Harvesting: collecting what every component of a run does on much text."""
+"""Harvests a run: collects what each of its components does on a large amount of text."""

@@ -1,4 +1,4 @@
-"""Counting a block: from what fires in it to the state of a harvest."""
+"""Counts the firings of a block into the state of a harvest."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -34,7 +34,7 @@ class BlockCounter:
         ]
 
     def sampled(self, block: int) -> Int64[np.ndarray, " s"]:
-        """Numbers, within the block, of the positions at which all that fires is kept."""
+        """Indices within the block of the positions at which all firings are kept."""
         first, n, n_valid = self._span(block)
         return choose_positions(self._streams[0], first, n, n_valid, self.plan.sampled)
 
@@ -47,8 +47,9 @@ class BlockCounter:
         sites: Sequence[Callable[[], SiteBlock]],
         pool: Executor,
     ) -> None:
-        """Counts one block. ``outputs``, ``values``: the largest predictions at the sampled positions. ``sites``: give
-        what is to be counted, each in a thread of its own."""
+        """Counts one block. ``outputs``, ``values``: the largest predictions at the sampled positions. ``sites``:
+        functions that return what is counted, each of which runs in its own thread.
+        """
         plan, state = self.plan, self.state
         first, n, n_valid = self._span(block)
         first_row = first // plan.length
@@ -80,7 +81,9 @@ class BlockCounter:
         state.done.add(block)
 
     def _span(self, block: int) -> tuple[int, int, int]:
-        """Number of the block's first position, positions of a block, and how many of them count in this one."""
+        """Returns the index of the block's first position, the positions in a block, and how many of them are valid in
+        this one.
+        """
         plan = self.plan
         rows = plan.rows_of_block(block)
         return rows.start * plan.length, plan.block_rows * plan.length, len(rows) * plan.length

@@ -1,4 +1,4 @@
-"""What the devices compute of a batch: importances and activations of the sites, and the target's predictions."""
+"""Computes on the devices, for a batch, the importances and activations of the sites and the target's predictions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,10 +18,10 @@ AnyArray = jax.Array | np.ndarray
 
 
 class SiteSums(NamedTuple):
-    """Sums over all positions of a block that count, whether a component fires there or not. Activations without their
-    signs.
+    """Sums over all valid positions of a block, whether or not a component fires there. Activations enter with their
+    absolute values.
 
-    Sums over the firings alone are left to the host: made here, they cost a fifth of the pass on a CPU.
+    Sums over only the firings are left to the host: here, they would cost a fifth of the pass on a CPU.
     """
 
     importance_sum: Float[AnyArray, "*blocks C"]
@@ -30,8 +30,7 @@ class SiteSums(NamedTuple):
 
 
 class SiteValues(NamedTuple):
-    """The values of one site, for each of ``blocks`` blocks of n positions, those of rows that only fill up the last
-    one included.
+    """The values of one site, for each of ``blocks`` blocks of n positions, including padding rows of the last one.
 
     ``importance``: λ. ``activation``: ``‖U_c‖ · (x · V_c)``.
     """
@@ -42,7 +41,9 @@ class SiteValues(NamedTuple):
 
 
 class BatchValues(NamedTuple):
-    """``sites``: by name. ``outputs``: the largest predictions at the chosen positions, and which outputs these are."""
+    """``sites``: by name. ``outputs``: the largest predictions at the chosen positions, and the indices of these
+    outputs.
+    """
 
     sites: dict[str, SiteValues]
     outputs: tuple[Float[Array, "blocks s k"], Int[Array, "blocks s k"]]
@@ -58,9 +59,10 @@ def batch_values(
     names: Sequence[str],
     n_outputs: int,
 ) -> BatchValues:
-    """One clean pass. ``inputs``: ``blocks`` times as many rows as a block has; ``valid``: how many rows of each block
-    count. ``sampled``: numbers of the positions, within each block, whose predictions are wanted; ``n_outputs`` of the
-    largest: next-token probabilities, or a toy's outputs."""
+    """Runs one clean pass. ``inputs``: the rows of ``blocks`` blocks; ``valid``: how many rows of each block are valid.
+    ``sampled``: indices, within each block, of the positions whose ``n_outputs`` largest predictions are returned:
+    next-token probabilities, or a toy's outputs.
+    """
     target, blocks, rows = problem.target, len(valid), len(inputs) // len(valid)
     clean, readings = read_sites(problem, learned, weights, inputs, names)
 
@@ -72,7 +74,8 @@ def batch_values(
 
     def values(reading: SiteReading) -> SiteValues:
         importance, activation = (by_block(x) for x in reading)
-        # Only in the sums: to set the rest to 0 in the arrays is another pass through the memory.
+        # Padding is masked only in the sums, because setting it to 0 in the arrays would be another pass through
+        # memory.
         lam, size = (jnp.where(counts, jnp.abs(x), 0) for x in (importance, activation))
         return SiteValues(importance, activation, SiteSums(lam.sum(1), size.sum(1), size.max(1)))
 

@@ -1,4 +1,4 @@
-"""Examples of where the components of a site fire: those of largest ``λ · |a|``, and a uniform sample of all."""
+"""Keeps examples of firings for each component of a site: those of largest ``λ · |a|``, and a uniform sample of all."""
 
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -12,7 +12,7 @@ Kind = Literal["top", "uniform"]
 AROUND = 20
 """Tokens shown to each side of an example."""
 PER_ROW = 2
-"""At most so many of the top examples of one sign are from one row. The uniform sample has no limit, to be uniform."""
+"""The most top examples of one sign from one row. The uniform sample has no such limit, or it would not be uniform."""
 AT_ONCE = 1 << 14
 EMPTY = np.uint64(np.iinfo(np.uint64).max)
 NEGATIVE = np.uint64(1)
@@ -21,11 +21,11 @@ NEGATIVE = np.uint64(1)
 
 @dataclass
 class Examples:
-    """A uniform sample of the firings of every component, in K slots: those of lowest ``rank``, which is a random key.
-    An empty slot has rank `EMPTY`.
+    """A uniform sample of the firings of every component, in K slots: those with the lowest ``rank``, a random key. An
+    empty slot has rank `EMPTY`.
 
-    ``importances`` and ``activations`` are of ``width`` positions around the example: λ in 255ths, and the activation
-    in 127ths of ``scale``, the largest |a| among them; 0 beyond the ends of the row.
+    ``importances`` and ``activations`` cover ``width`` positions around the example: λ in 255ths, and the activation in
+    127ths of ``scale``, the largest |a| among them; 0 beyond the ends of the row.
     """
 
     rank: UInt64[np.ndarray, "C K"]
@@ -52,8 +52,9 @@ class Examples:
         return worst
 
     def add(self, found: Firings, ranked: Ranked, first_row: int, length: int) -> None:
-        """Takes those of some firings of one block that belong here. ``first_row``: number of the block's first row.
-        ``length``: positions in a row."""
+        """Adds those of a block's firings that belong among the examples. ``first_row``: index of the block's first
+        row. ``length``: positions in a row.
+        """
         if not len(ranked.number):
             return
         better, rank = found.select(ranked.number), ranked.rank
@@ -65,19 +66,19 @@ class Examples:
     def _candidates(
         self, component: Int32[np.ndarray, " n"], row: Int32[np.ndarray, " n"], rank: UInt64[np.ndarray, " n"]
     ) -> Int64[np.ndarray, " k"]:
-        """Which firings of a block may be taken: by component, those of each in the order in which they are."""
+        """Returns the firings of a block that may be taken, by component, and in their original order within each."""
         del row
         return np.lexsort((rank, component))
 
     def _best_first(self, rank: UInt64[np.ndarray, "n m"]) -> Int64[np.ndarray, "n m"]:
-        """In each row the order in which examples are kept; empty slots come last."""
+        """Returns, for each row, the order in which examples are kept; empty slots come last."""
         return np.argsort(rank, axis=1, kind="stable")
 
     def _take(self, found: Firings, better: Selected, rank: np.ndarray, first_row: int, length: int) -> None:
-        """Puts these firings, sorted by component and at most K of each component, in the place of worse."""
+        """Replaces worse examples by these firings, which are sorted by component, at most K for each."""
         where, slot, new = self._make_room(better.component, rank)
         accepted, rank = Selected(*(x[new] for x in better)), rank[new]
-        # In parts: what surrounds the examples of a whole block takes more memory than all that is kept.
+        # In parts, because the contexts of all examples of a block take more memory than everything that is kept.
         for first in range(0, len(rank), AT_ONCE):
             part = slice(first, first + AT_ONCE)
             of_part = Selected(*(x[part] for x in accepted))
@@ -107,7 +108,7 @@ class Examples:
         self.importance[where, slot] = firings.importance
         self.activation[where, slot] = firings.activation
         self.scale[where, slot] = scale
-        # What fires stays visible, however small.
+        # A firing stays visible, even with a tiny λ.
         self.importances[where, slot] = np.ceil(np.clip(importances, 0, 1) * 255).astype(np.uint8)
         safe = np.where(scale > 0, scale, 1)[:, None]
         self.activations[where, slot] = np.rint(activations / safe * 127).astype(np.int8)
@@ -115,8 +116,9 @@ class Examples:
     def _make_room(
         self, component: Int[np.ndarray, " n"], rank: UInt64[np.ndarray, " n"]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Slots that candidates take: component and slot of each, and which candidate; candidates are sorted by
-        component, at most K of each."""
+        """Returns the component and slot that each accepted candidate takes, and its index. Candidates are sorted by
+        component, at most K for each.
+        """
         K = self.rank.shape[1]
         changed, group = np.unique(component, return_inverse=True)
         candidates = np.full((len(changed), K), EMPTY)
@@ -132,7 +134,7 @@ class Examples:
         return changed[freed_row], slot, number[taken_row, taken_column]
 
     def merge(self, other: Self) -> None:
-        """Takes the better ones of ``other``, which are of other rows."""
+        """Merges ``other``, which has examples from other rows, and keeps the better ones."""
         order = np.argsort(other.rank, axis=1, kind="stable")
         component, place = np.nonzero(np.take_along_axis(other.rank, order, axis=1) != EMPTY)
         slots = order[component, place]
@@ -143,22 +145,22 @@ class Examples:
 
 
 class TopExamples(Examples):
-    """The firings of largest ``λ · |a|``: the ``K // 2`` best with a ≥ 0 and the ``K // 2`` best with a < 0, and in the
-    slots that are left the best of the rest. So a component of one sign has K examples of it, in the same memory.
+    """The firings of largest ``λ · |a|``: the ``K // 2`` best with a ≥ 0 and the ``K // 2`` best with a < 0; slots that
+    stay free get the best remaining ones. A component with only one sign of a thus has K examples, in the same memory.
 
-    Ranks order by ``λ · |a|``, equal ones at random, and tell the sign (`NEGATIVE`).
+    Ranks order by ``λ · |a|``, with ties broken at random, and contain the sign (`NEGATIVE`).
     """
 
     @property
     def worst(self) -> UInt64[np.ndarray, "C 2"]:
-        """For a ≥ 0, and for a < 0."""
+        """The rank to beat for a ≥ 0, and for a < 0."""
         half, taken = self.rank.shape[1] // 2, self.rank != EMPTY
         negative = (self.rank & NEGATIVE).astype(bool)
         signs = [taken & ~negative, taken & negative]
         n = [mine.sum(axis=1) for mine in signs]
         last = [np.where(mine, self.rank, 0).max(axis=1) for mine in signs]
         full = taken.all(axis=1)
-        # What one sign has beyond its half gives way to the other, too.
+        # Examples of one sign beyond its half also give way to those of the other sign.
         beyond = [np.where(n[other] > half, last[other], 0) for other in (1, 0)]
         worst = [np.where(full & (n[s] >= half), np.maximum(last[s], beyond[s]), EMPTY) for s in (0, 1)]
         return np.stack(worst, axis=1).astype(np.uint64)
@@ -183,7 +185,7 @@ class TopExamples(Examples):
 
 
 def place_in_group(sorted_groups: np.ndarray) -> np.ndarray:
-    """How many equal elements are before each element of a sorted array."""
+    """Returns how many equal elements come before each element of a sorted array."""
     n = len(sorted_groups)
     starts = (
         np.flatnonzero(np.concatenate([[True], sorted_groups[1:] != sorted_groups[:-1]])) if n else np.zeros(0, int)

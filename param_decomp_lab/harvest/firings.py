@@ -1,7 +1,7 @@
-"""The positions of a block at which the components of one site fire, and counting them.
+"""Finds and counts the positions of a block at which the components of one site fire.
 
-Counting is what a harvest spends its time on beside the devices: it is compiled (Numba), and goes through the firings
-once. In NumPy each step would be a pass through memory (docs/measurements/harvest.md).
+Counting takes most of a harvest's time outside the devices, so it is compiled (Numba) and goes through the firings
+once. In NumPy, each step would be a pass through memory (docs/measurements/harvest.md).
 """
 
 from collections.abc import Callable
@@ -21,18 +21,18 @@ AT_ONCE = 1 << 13
 
 
 class Tables(NamedTuple):
-    """With what the firings of one site in one block are counted.
+    """The arrays that count the firings of one site in one block.
 
     The first seven are added to. ``activation_sum``: of |a|. ``pairs``: how often each of the block's u different
-    inputs is where a component fires; ``u`` is 0 where these are not counted here. ``place``: which input is at each
-    position.
+    inputs occurs where a component fires; ``u`` is 0 if these are not counted here. ``place``: the index of the input
+    at each position.
 
-    The key of a firing is the sum of that of its position and that of its component: independent draws for the firings
-    of one component, which is what its sample needs. ``worst_top`` (for a ≥ 0, and for a < 0), ``worst_uniform``: the
-    ranks that a firing must be below to be among a component's examples. The rank in a uniform sample is the key. By
-    the rank of the top examples, the largest ``λ · |a|`` comes first, and equal ones in the order of the keys' lower
-    halves: in that of whole keys, a component whose firings are all alike would have the same examples as its uniform
-    sample. The last bit of that rank is 1 where a < 0.
+    The key of a firing is the sum of that of its position and that of its component: the firings of one component have
+    independent draws, as its sample requires. ``worst_top`` (for a ≥ 0, and for a < 0), ``worst_uniform``: the ranks
+    that a firing must be below to be among a component's examples. The rank in a uniform sample is the key. The rank of
+    the top examples puts the largest ``λ · |a|`` first, and breaks ties by the lower halves of the keys. With whole
+    keys, a component whose firings are all alike would have the same top examples as its uniform sample. The last bit
+    of that rank is 1 where a < 0.
     """
 
     firings: Int64[np.ndarray, " C"]
@@ -71,28 +71,33 @@ class Firings(Protocol):
     def __len__(self) -> int: ...
 
     def count(self, tables: Tables, n_firings: int) -> tuple[Ranked, Ranked]:
-        """Adds all firings, of which there are ``n_firings``, to ``tables``. What may become a top example, and what
-        one of the uniform sample."""
+        """Adds all ``n_firings`` firings to ``tables``. Returns the firings that may become top examples, and those
+        that may enter the uniform sample.
+        """
 
     def select(self, number: Int64[np.ndarray, " k"]) -> Selected: ...
 
     def places(self) -> tuple[Int32[np.ndarray, " firings"], Int32[np.ndarray, " firings"]]:
-        """Position and component of all of them, in order."""
+        """Returns the position and component of all firings, in order."""
 
     def components_at(
         self, positions: Int64[np.ndarray, " s"]
     ) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " f"]]:
-        """How many components fire at each of these positions, and which: one position after another."""
+        """Returns how many components fire at each of these positions, and which, position by position."""
 
     def gather(
         self, positions: Int32[np.ndarray, "m w"], components: Int32[np.ndarray, " m"]
     ) -> tuple[Float32[np.ndarray, "m w"], Float32[np.ndarray, "m w"]]:
-        """Importances and activations of components at positions of the block, whether they fire there or not."""
+        """Returns the importances and activations of components at positions of the block, whether or not they fire
+        there.
+        """
 
 
 @dataclass(frozen=True)
 class HostFirings:
-    """In the arrays of a CPU device, which are read where they lie. The number of a firing is that of its value."""
+    """Firings in the arrays of a CPU device, which are read in place. The number of a firing is the
+    index of its value.
+    """
 
     importance: Float32[np.ndarray, "n C"]
     activation: Float32[np.ndarray, "n C"]
@@ -131,7 +136,7 @@ class HostFirings:
 
 @dataclass(frozen=True)
 class ListedFirings:
-    """One after another, in order of the positions, then of the components; ``values_at`` is `gather`."""
+    """Firings in a list, ordered by position, then by component; ``values_at`` is `gather`."""
 
     position: Int32[np.ndarray, " firings"]
     component: Int32[np.ndarray, " firings"]
@@ -187,8 +192,9 @@ def _bins_of_first_bits() -> Int32[np.ndarray, "512"]:
 
 
 _BIN_OF_FIRST_BITS = _bins_of_first_bits()
-"""The activation's bin: sign and exponent of a float32 are its first nine bits; the exponent is the whole part of its
-logarithm."""
+"""The bin of an activation, by the first nine bits of its float32: the sign and the exponent, which is the integer part
+of the logarithm.
+"""
 
 
 _AT_ONE = np.float32(AT_ONE)
@@ -253,7 +259,7 @@ def _count_array(
     for p in range(n):
         first = found
         for c in range(C):
-            # Written in any case, and written over where nothing fires: a branch that cannot be foreseen takes longer.
+            # Always written, and overwritten if nothing fires, because an unpredictable branch would take longer.
             component[found] = c
             found += importance[p, c] > threshold
         for i in range(first, found):
@@ -274,7 +280,7 @@ def find_firings(
 ) -> Firings:
     """The firings of one site in the first ``n_valid`` positions of one block, from arrays of one device.
 
-    A CPU's arrays are read where they lie. From other devices only what fires is fetched: few of the values.
+    A CPU's arrays are read in place. From other devices only the firings are fetched, which are few of the values.
     """
     if next(iter(importance.devices())).platform == "cpu":
         lam, a = (np.asarray(x)[0, :n_valid] for x in (importance, activation))
@@ -301,7 +307,7 @@ def _from_device(importance: Array, activation: Array, n_valid: int, threshold: 
 
 
 def _rounded(n: int) -> int:
-    """The next power of two: few sizes to compile for."""
+    """Rounds up to a power of two, so that only a few sizes are compiled."""
     return 1 << max(0, n - 1).bit_length()
 
 

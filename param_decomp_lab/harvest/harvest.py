@@ -1,8 +1,9 @@
-"""Harvesting a run: what each of its components does on much text, counted over any number of devices and processes.
+"""Harvests a run: counts what each of its components does on a large amount of text, on any number of devices and
+processes.
 
 The data are cut into blocks of rows, and block b belongs to process b mod n. Processes share nothing but the folder:
-each saves what it has counted, and the first one merges all of it when every block is done. Each device works on whole
-blocks, so that the numbers do not depend on how many there are.
+each saves its counts, and the first one merges them when every block is done. Each device works on whole blocks, so the
+results do not depend on the number of devices.
 """
 
 import os
@@ -40,7 +41,7 @@ SAVE_EVERY_S = 60.0
 SHARE_FOR_SAVING = 0.05
 POLL_S = 2.0
 SILENCE_S = 900.0
-"""After so long without a save, another process is taken to have ended."""
+"""After this time without a save, another process is assumed to have ended."""
 
 
 def harvest(
@@ -52,8 +53,8 @@ def harvest(
 ) -> Path | None:
     """Harvests an opened run; returns the folder of the harvest, in the run's.
 
-    Blocks that an interrupted harvest of the same kind has done are not done again. None where ``stop`` said to stop,
-    and everything is saved then; and in every process but the first. A harvest that is there already stays.
+    Blocks that an interrupted harvest of the same kind has done are not done again. Returns None if ``stop`` asked to
+    stop, after saving everything, and in every process but the first. An existing harvest is kept.
 
     Raises UserError for what cannot be harvested, and CannotWrite.
     """
@@ -67,7 +68,7 @@ def harvest(
     mine = work / f"process-{share.number}"
     with _watched(run.folder) as check_folder:
         try:
-            for folder in (out.parent, work, mine):  # and none above: the run's folder may be gone
+            for folder in (out.parent, work, mine):  # not its parents: the run's folder may be gone
                 folder.mkdir(exist_ok=True)
             with only_job(mine, console):
                 if (out / PLAN_FILE).is_file():  # made meanwhile
@@ -98,7 +99,7 @@ def harvest(
                 raise CannotWrite(f"{work} was removed while the harvest went on; start it again") from error
             raise
         except UserError:
-            if (out / PLAN_FILE).is_file():  # by the job that this one has met
+            if (out / PLAN_FILE).is_file():  # by the job that this one has waited for
                 return out if share.number == 0 else None
             check_folder()
             raise
@@ -140,7 +141,7 @@ class Harvester:
         self._devices = run.mesh.size
 
     def run(self, share: Share, work: Path, report: Callable[[int], None], stop: Callable[[], bool]) -> bool:
-        """Does what is left of this process's share and saves; False where it was stopped before the end."""
+        """Does the remainder of this process's share and saves; returns False if it was stopped before the end."""
         done = set().union(*(blocks_done(folder / "state") for folder in _process_folders(work)))
         todo = [block for block in range(share.number, self._plan.n_blocks, share.count) if block not in done]
         report(len(self._state.done))
@@ -171,7 +172,7 @@ class Harvester:
         return not stopped
 
     def _start(self, blocks: list[int]) -> tuple[list[int], np.ndarray, BatchValues]:
-        """Starts the devices on some blocks, one each; those without one get the first again."""
+        """Starts the devices on some blocks, one each; devices without a block get the first one again."""
         plan = self._plan
         filled = blocks + [blocks[0]] * (self._devices - len(blocks))
         inputs = np.concatenate([self._source.block(plan, block) for block in filled])
@@ -198,7 +199,7 @@ class Harvester:
 
 
 def _site_block(values: SiteValues, n: int, n_valid: int, threshold: float) -> SiteBlock:
-    """What one device has found, in the first ``n_valid`` positions of its block."""
+    """Returns what one device has found in the first ``n_valid`` positions of its block."""
 
     def part(x: Any) -> Any:
         return next(shard.data for shard in x.addressable_shards if (shard.index[0].start or 0) == n)
@@ -212,7 +213,7 @@ def _process_folders(work: Path) -> list[Path]:
 
 
 def _wait_for_others(plan: HarvestPlan, work: Path, report: Callable[[int], None], stop: Callable[[], bool]) -> bool:
-    """Waits until all blocks are done; False where it was stopped. Raises CannotWrite where another process ended."""
+    """Waits until all blocks are done; returns False if it was stopped. Raises CannotWrite if another process ended."""
     while True:
         folders = _process_folders(work)
         done = set().union(*(blocks_done(folder / "state") for folder in folders))

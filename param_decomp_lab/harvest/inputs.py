@@ -1,4 +1,4 @@
-"""The inputs of a block as they are counted: the token at a position, or a toy's active features."""
+"""Prepares the inputs of a block for counting: the token at a position, or a toy's active features."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,7 @@ from param_decomp_lab.harvest.token_counts import pack
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of one block: ``tokens`` of its positions, row after row, or ``features``, a position each."""
+    """The inputs of one block: ``tokens`` of its positions, row by row, or ``features``, one row for each position."""
 
     tokens: Int32[np.ndarray, " n"] | None = None
     features: Float32[np.ndarray, "n features"] | None = None
@@ -27,20 +27,23 @@ class Inputs:
 
     @cached_property
     def places(self) -> Int32[np.ndarray, " n"]:
-        """Which of those `occurring` is at each position; of features, of which there may be any number, 0."""
+        """The index, in `occurring`, of the input at each position; 0 for features, of which a position may have any
+        number.
+        """
         if self.tokens is None:
             assert self.features is not None
             return np.zeros(len(self.features), np.int32)
         return np.searchsorted(self.occurring, self.tokens).astype(np.int32)
 
     def table(self, C: int, n_firings: int) -> Int32[np.ndarray, "C u"]:
-        """For the counts of how often a component fires at an input; of no inputs where sorting the firings is
-        cheaper, since the table would be much larger than what is counted, and where positions have features."""
+        """Returns a table for counting how often a component fires at an input. It has no inputs if positions have
+        features, or if sorting the firings is cheaper because the table would be much larger than the counts.
+        """
         n = len(self.occurring) if self.tokens is not None and C * len(self.occurring) <= 4 * n_firings else 0
         return np.zeros((C, n), np.int32)
 
     def counted(self, found: Firings, table: Int32[np.ndarray, "C u"]) -> UInt64[np.ndarray, " n"]:
-        """Packed counts, from a table that is filled or, if it is of no inputs, from the firings."""
+        """Returns packed counts, from the filled table or, if it has no inputs, from the firings."""
         if table.shape[1]:
             pairs = np.flatnonzero(table)
             component, place = np.divmod(pairs, table.shape[1])

@@ -1,6 +1,7 @@
-"""Random keys of positions and firings: a pure function of what they belong to, so that every process draws the same.
+"""Computes random keys of positions and firings as a pure function of what they belong to, so that every process draws
+the same keys.
 
-A uniform sample of k firings are the k of smallest key; so samples of parts of the data merge into one of all of it.
+The k firings with the smallest keys are a uniform sample, so samples of parts of the data can be merged.
 """
 
 from typing import Any
@@ -9,14 +10,14 @@ import numpy as np
 from jaxtyping import UInt64
 
 POSITIONS, FIRINGS = 0, 1
-"""Purposes of keys: to choose positions, and examples among the firings."""
+"""Purposes of keys: choosing positions, and choosing examples among the firings."""
 
 _STEP = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
 def stream(seed: int, *which: int) -> int:
-    """Number of an independent stream of keys."""
+    """Returns the number of an independent stream of keys."""
     mixed = seed & _MASK
     for number in which:
         mixed = int(_mix(np.array([(mixed + (number + 1) * _STEP) & _MASK], np.uint64))[0])
@@ -24,8 +25,9 @@ def stream(seed: int, *which: int) -> int:
 
 
 def keys(stream: int, numbers: Any) -> UInt64[np.ndarray, " n"]:
-    """A key for each of ``numbers`` (integers from 0 up): uniform over all 64 bits, and no two alike."""
-    # A bijection of 64 bits (SplitMix64's; Steele, Lea and Flood, 2014) of a sequence that meets each number once.
+    """Returns a key for each of ``numbers`` (integers from 0 up): uniform over all 64 bits, without repetitions."""
+    # A bijection of 64 bits (SplitMix64's; Steele, Lea and Flood, 2014), applied to a sequence that contains each
+    # number once.
     with np.errstate(over="ignore"):
         return _mix((np.asarray(numbers).astype(np.uint64) + np.uint64(1)) * np.uint64(_STEP) + np.uint64(stream))
 

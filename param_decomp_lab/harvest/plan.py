@@ -1,4 +1,4 @@
-"""What a harvest reads and keeps, decided from the run and the request before it begins."""
+"""Decides, from the run and the request, what a harvest reads and keeps."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,18 +23,19 @@ from param_decomp_lab.runs.opened import OpenedRun
 from param_decomp_lab.setup.toys import HARVEST, feature_source
 
 VALUES_OF_A_BLOCK = 1 << 24
-"""Causal importances of all sites that a block has at most, unless a single row has more."""
+"""The most causal importances of all sites in a block, unless a single row has more."""
 MOST_ROWS = 64
 OUTPUTS = 16
-"""Largest predictions that are kept of each of those positions."""
+"""The number of largest predictions that are kept at each sampled position."""
 
 
 @dataclass(frozen=True)
 class HarvestRequest:
-    """``tokens``: how many positions to read, at least; a toy's are its inputs. ``data``: a folder of token data, None
-    for what the run was trained on. ``sites``: names or patterns, None for all. ``threshold``: a component fires where
-    λ is above it. ``examples``: of each kind, for each component; None for `examples_kept`. Raises UserError for what
-    makes no sense."""
+    """The options of a harvest. ``tokens``: the least number of positions to read; for a toy, of inputs. ``data``: a
+    folder of token data; None for that of training. ``sites``: names or patterns, None for all. ``threshold``: a
+    component fires where λ is above it. ``examples``: of each kind, for each component; None for `examples_kept`.
+    Raises UserError for invalid values.
+    """
 
     tokens: float = 1e6
     data: Path | None = None
@@ -73,11 +74,13 @@ class Source:
 
     @cached_property
     def _chosen(self) -> Int64[np.ndarray, " rows"]:
-        """Rows of the data, a uniform sample in ascending order."""
+        """The rows that are read, a uniform sample of the data in ascending order."""
         return np.sort(epoch_order(self._request.seed, 0, self.available)[: self.rows])
 
     def block(self, plan: HarvestPlan, number: int) -> np.ndarray:
-        """The inputs of a block as the target reads them: ``block_rows`` rows, the first ones again if it has fewer."""
+        """Returns the inputs of a block as the target reads them: ``block_rows`` rows, padded by repeating the first
+        ones.
+        """
         rows = np.asarray(plan.rows_of_block(number))
         if self.kind == "features":
             return self._features(plan, number)
@@ -94,12 +97,12 @@ class Source:
 
 
 def as_inputs(plan: HarvestPlan, block: np.ndarray) -> Inputs:
-    """A block of the source as it is counted, without the rows that only fill it up."""
+    """Returns a block of the source for counting, without padding rows."""
     return Inputs(tokens=block.ravel()) if plan.inputs == "tokens" else Inputs(features=block)
 
 
 def make_plan(run: OpenedRun, request: HarvestRequest, source: Source) -> HarvestPlan:
-    """Raises UserError for what cannot be harvested."""
+    """Makes the plan of a harvest. Raises UserError for what cannot be harvested."""
     names = chosen_sites(run.sites, request.sites)
     sites = tuple(
         PlannedSite(site.name, number, site.C, site.d_in, site.d_out)
@@ -131,12 +134,14 @@ def make_plan(run: OpenedRun, request: HarvestRequest, source: Source) -> Harves
 
 
 def positions_sampled(C: int) -> int:
-    """About how many positions have all that fires there kept, in a harvest of ``C`` components: fewer of many, since
-    what fires at a position takes room."""
+    """Returns the approximate number of sampled positions in a harvest of ``C`` components: fewer for many components,
+    since the firings at a position take space.
+    """
     return 1 << 16 if C <= 1 << 17 else 1 << 14
 
 
 def examples_kept(C: int) -> int:
-    """Examples of each kind, for each of ``C`` components: fewer of many, so that a process takes less than 4 GiB for a
-    million components."""
+    """Returns the number of examples of each kind for each of ``C`` components: fewer for many components, so that a
+    process takes less than 4 GiB for a million.
+    """
     return 12 if C <= 1 << 18 else 6

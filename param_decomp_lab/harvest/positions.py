@@ -1,4 +1,4 @@
-"""A uniform sample of the positions, with all that fires there and what the target predicts."""
+"""Keeps a uniform sample of the positions, with all firings there and the target's predictions."""
 
 from dataclasses import dataclass, field
 
@@ -13,9 +13,8 @@ from param_decomp_lab.harvest.firings import Firings
 class BlockPositions:
     """The chosen positions of one block, in ascending order.
 
-    ``positions``: numbers in the whole harvest. ``components``, by site: those that fire at the first position, then
-    at the second and so on, in order; ``counts``: how many at each. ``outputs``, ``values``: the target's largest
-    predictions.
+    ``positions``: indices in the whole harvest. ``components``, by site: those that fire at the first position, then at
+    the second, and so on; ``counts``: how many fire at each. ``outputs``, ``values``: the target's largest predictions.
     """
 
     positions: Int64[np.ndarray, " s"]
@@ -25,15 +24,15 @@ class BlockPositions:
     components: dict[int, Int32[np.ndarray, " f"]] = field(default_factory=dict)
 
     def add(self, site: int, found: Firings, chosen: Int64[np.ndarray, " s"]) -> None:
-        """What fires at the positions ``chosen``, numbered within the block."""
+        """Adds the firings at the positions ``chosen``, numbered within the block."""
         self.counts[site], self.components[site] = found.components_at(chosen)
 
 
 def choose_positions(stream: int, first: int, n: int, n_valid: int, size: int) -> Int64[np.ndarray, " s"]:
-    """Numbers within a block of the positions to keep: ``size`` of them, those of smallest key.
+    """Returns the indices within a block of the ``size`` positions to keep: those with the smallest keys.
 
-    ``first``: number of the block's first position in the whole harvest. ``n``: positions of a block, of which the
-    first ``n_valid`` count; of the others none is chosen before the rest are.
+    ``first``: index of the block's first position in the whole harvest. ``n``: positions of a block, of which the first
+    ``n_valid`` are valid; the others are chosen only after all valid ones.
     """
     drawn = keys.keys(stream, first + np.arange(n))
     drawn[n_valid:] = np.iinfo(np.uint64).max

@@ -1,4 +1,4 @@
-"""Writes the tables of a harvest, into a folder that appears whole."""
+"""Writes the tables of a harvest into a folder that appears only when it is complete."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -41,12 +41,14 @@ from param_decomp_lab.harvest.totals import UNIT
 from param_decomp_lab.runs.opened import OpenedRun
 
 TOKENS_KEPT = 32
-"""Tokens of a component that are kept for being most frequent where it fires, and for being most raised there."""
+"""The number of tokens that are kept for a component because they are most frequent where it fires, and of those with
+the largest lift.
+"""
 NEURONS = 8
 LENS_TOKENS = 10
 ENGINE_MEMORY = "1GB"
 ASKED_AT_ONCE = 8 * GROUPS["tokens"]
-"""Components whose tokens one query adds up: each looks into every file."""
+"""The number of components whose tokens one query adds up. Each query reads every file."""
 LOW = np.uint64(32)
 """Bits of the lower number of a pair."""
 
@@ -54,7 +56,7 @@ LOW = np.uint64(32)
 def publish(run: OpenedRun, plan: HarvestPlan, source: Source, state: HarvestState, out: Path) -> None:
     """Writes all tables and renames the folder to ``out``. Raises UserError and CannotWrite as `new_folder` does.
 
-    ``state`` is emptied on the way, since writing takes memory too.
+    ``state`` is emptied during writing, which needs memory, too.
     """
     with new_folder(out, marker=PLAN_FILE, overwrite=False) as folder:
         totals = _write_rows(plan, source, folder)
@@ -97,7 +99,7 @@ def _lists(rows: np.ndarray) -> pa.Array:
 
 
 def _write_groups(file: Path, table: Table, groups: Iterator[dict[str, Any]]) -> None:
-    """Columns of one row group after the other."""
+    """Writes the columns of the row groups, one row group after another."""
     schema = SCHEMAS[table]
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         for columns in groups:
@@ -153,7 +155,7 @@ def _write_examples(state: SiteState, file: Path) -> None:
 
 
 def _sorted_examples(kind: Kind, examples: Examples, part: slice) -> dict[str, np.ndarray]:
-    """The examples of some components, best first."""
+    """Returns the examples of some components, best first."""
     rank = examples.rank[part]
     order = np.argsort(rank, axis=1, kind="stable")
     component, place = np.nonzero(np.take_along_axis(rank, order, axis=1) != EMPTY)
@@ -168,7 +170,7 @@ def _sorted_examples(kind: Kind, examples: Examples, part: slice) -> dict[str, n
 
 @contextmanager
 def _engine(folder: Path, totals: np.ndarray) -> Iterator[duckdb.DuckDBPyConnection]:
-    """DuckDB, bounded in memory, with how often each token occurs."""
+    """DuckDB with bounded memory and a table of how often each token occurs."""
     engine = duckdb.connect(config={"memory_limit": ENGINE_MEMORY, "temp_directory": str(folder / ".engine")})
     try:
         engine.execute("SET parquet_metadata_cache = true")  # hundreds of files are opened again and again
@@ -187,8 +189,9 @@ def write_tokens(
     totals: np.ndarray,
     folder: Path,
 ) -> Int32[np.ndarray, "C top"]:
-    """Adds up the counts in ``files`` for a site, and keeps of each component the tokens that matter; returns those
-    that tell the most, by n · PMI."""
+    """Adds up the counts in ``files`` for a site, and keeps the important tokens of each component; returns the most
+    informative ones, by n · PMI.
+    """
     C = plan.sites[number].C
     top = np.full((C, TOP_TOKENS), -1, np.int32)
 
@@ -264,7 +267,9 @@ def _write_weights(run: OpenedRun, site: PlannedSite, file: Path) -> None:
 
 
 def _largest(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ``k`` largest entries of each row by absolute value, and their cosines: entries of the row at length 1."""
+    """Returns the ``k`` largest entries of each row by absolute value, and their cosines: the entries of the row scaled
+    to length 1.
+    """
     norm = np.linalg.norm(x, axis=1, keepdims=True)
     cosines = x / np.where(norm > 0, norm, 1)
     order = np.argsort(-np.abs(cosines), axis=1, kind="stable")[:, :k]
@@ -272,10 +277,10 @@ def _largest(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _lens(run: OpenedRun, site: PlannedSite) -> Any:
-    """The logit lens of a site that writes to the residual stream; None for another.
+    """Returns the logit lens of a site that writes to the residual stream; None for other sites.
 
-    ``U_c`` goes through the unembedding, with the scales of the final norm and not its division, which is linear in no
-    single direction.
+    ``U_c`` goes through the unembedding, with the scales of the final norm, but without its division, which is not
+    linear.
     """
     if not isinstance(run.target, Decoder) or run.sites[site.name].kind not in run.target.writes_residual:
         return None
@@ -297,13 +302,13 @@ def _lens(run: OpenedRun, site: PlannedSite) -> Any:
 
 
 def write_positions(plan: HarvestPlan, state: HarvestState, folder: Path) -> None:
-    """The sampled positions in random order, and what fires there: by position, and by component.
+    """Writes the sampled positions in random order, and the firings there by position and by component.
 
-    Components are numbered through the sites. The lists are arrays on disk of which a reader maps what it needs.
+    Components are numbered across all sites. The lists are arrays on disk, of which a reader reads the parts it needs.
     """
     blocks = [state.positions[block] for block in sorted(state.positions)]
     positions = np.concatenate([block.positions for block in blocks])
-    # By the positions' own keys: the first few of them are a uniform sample, too.
+    # Ordered by the positions' own keys, so that the first few are a uniform sample, too.
     order = np.argsort(keys.keys(keys.stream(plan.seed, keys.POSITIONS), positions), kind="stable")
     outputs, values = (np.concatenate([getattr(b, name) for b in blocks])[order] for name in ("outputs", "values"))
     columns = {"row": (positions[order] // plan.length).astype(np.int32),
@@ -313,7 +318,7 @@ def write_positions(plan: HarvestPlan, state: HarvestState, folder: Path) -> Non
 
     offsets = np.concatenate([[0], np.cumsum([site.C for site in plan.sites])])
     place = np.argsort(order).astype(np.uint64)
-    # A pair of a position and a component is one number: sorted in place, and a third of the memory.
+    # A pair of a position and a component is one number, which is sorted in place and takes a third of the memory.
     pairs = []
     for number in range(len(plan.sites)):
         component = np.concatenate([b.components.pop(number) for b in blocks]).astype(np.uint64)

@@ -1,4 +1,4 @@
-"""Which share of a harvest a process does."""
+"""Finds the share of a harvest that a process does."""
 
 import os
 from collections.abc import Mapping
@@ -17,14 +17,16 @@ class Share:
 
     @property
     def n_devices(self) -> int:
-        """Devices that this process has."""
+        """The number of devices of this process."""
         import jax
 
         return jax.local_device_count()
 
 
 def find_share(count: int | None, number: int | None, environment: Mapping[str, str] = os.environ) -> Share:
-    """What is given, else what `srun` says, and takes this task's GPUs then. UserError for half of it."""
+    """Returns the share that is given, else the one from `srun`, in which case it takes this task's GPUs. Raises
+    UserError if only one of the two arguments is given.
+    """
     if count is None and number is None:
         if not all(name in environment for name in SLURM) or int(environment["SLURM_NTASKS"]) == 1:
             return Share()

@@ -1,4 +1,6 @@
-"""What a process has harvested so far: kept in memory, saved from time to time, merged with the others' at the end."""
+"""Keeps what a process has harvested in memory, saves it from time to time, and merges it with other processes' at the
+end.
+"""
 
 import json
 import os
@@ -25,7 +27,7 @@ DONE_FILE = "done.json"
 
 @dataclass
 class SiteState:
-    """What is known of the components of one site."""
+    """What is known about the components of one site."""
 
     totals: Totals
     top: TopExamples
@@ -40,13 +42,13 @@ class SiteState:
         return vars(self).items()
 
     def load(self, folder: Path, number: int) -> None:
-        """Reads what a save in ``folder`` has of site ``number``."""
+        """Reads the data of site ``number`` from a save in ``folder``."""
         for part, arrays in self.parts():
             for name in vars(arrays):
                 setattr(arrays, name, np.load(regular_file(folder / f"{number}.{part}.{name}.npy", "a save")))
 
     def merge(self, other: "SiteState") -> None:
-        """Adds what ``other`` knows from other blocks."""
+        """Adds the data of ``other``, which come from other blocks."""
         self.totals.merge(other.totals)
         self.top.merge(other.top)
         self.uniform.merge(other.uniform)
@@ -55,8 +57,8 @@ class SiteState:
 class HarvestState:
     """The sites' state, the counts of tokens, the sampled positions by block, and the blocks that are ``done``.
 
-    ``folder``: of one process; it holds what was saved last, and the counts of tokens that were spilled. A save is
-    whole or not there.
+    ``folder``: that of one process, with the last save and the spilled counts of tokens. A save is either complete or
+    absent.
     """
 
     def __init__(self, folder: Path, C: Sequence[int], n_examples: int, around: int = AROUND) -> None:
@@ -70,8 +72,9 @@ class HarvestState:
 
     @classmethod
     def restore(cls, folder: Path, C: Sequence[int], n_examples: int, around: int = AROUND) -> "HarvestState":
-        """What was saved last in ``folder``, or an empty state; whatever else lies there is left as it is. Raises
-        UserError for a save that is damaged."""
+        """Returns the last save in ``folder``, or an empty state; other files there are left alone. Raises UserError
+        for a damaged save.
+        """
         state = cls(folder, C, n_examples, around)
         saved = last_save(folder)
         if saved is not None:
@@ -85,7 +88,7 @@ class HarvestState:
         return state
 
     def sweep(self) -> None:
-        """Removes what lies in the folder and belongs to no save: the process that wrote it was killed."""
+        """Removes files that belong to no save, because the process that wrote them was killed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         saved = last_save(self.folder)
         kept = {*self.tokens.files, *(() if saved is None else (saved.name,))}
@@ -94,7 +97,7 @@ class HarvestState:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def save(self) -> None:
-        """Saves all of it in place of what was saved before. Raises OSError."""
+        """Saves everything, replacing the previous save. Raises OSError."""
         self._saves += 1
         self.tokens.spill(f"tokens-{self._saves}", always=True)
         partial, whole = (self.folder / f"{kind}-{self._saves}" for kind in ("partial", "save"))
@@ -112,7 +115,7 @@ class HarvestState:
                 shutil.rmtree(path)
 
     def merge(self, folder: Path) -> None:
-        """Adds what another process has saved in its folder, site by site: two states may not fit into memory."""
+        """Adds what another process has saved, site by site, because two states may not fit into memory."""
         saved = last_save(folder)
         if saved is None:
             return
@@ -130,13 +133,15 @@ class HarvestState:
 
     @property
     def token_files(self) -> list[Path]:
-        """All counts of tokens, with those of merged processes."""
+        """Returns all files of token counts, including those of merged processes."""
         return self.tokens.paths + self.merged_tokens
 
 
 @contextmanager
 def _named_if_damaged(saved: Path) -> Iterator[None]:
-    """Raises UserError, which names the save, where the block cannot read it. Errors of the disk stay as they are."""
+    """A block that reads a save; raises a UserError that names the save if it is damaged. Disk
+    errors are not changed.
+    """
     try:
         yield
     except (
@@ -157,18 +162,18 @@ def _named_if_damaged(saved: Path) -> Iterator[None]:
 
 
 def last_save(folder: Path) -> Path | None:
-    """The folder of the last whole save in that of a process."""
+    """Returns the folder of the last complete save of a process."""
     saves = [(int(path.name.partition("-")[2]), path) for path in folder.glob("save-*")]
     return max(saves)[1] if saves else None
 
 
 def blocks_done(folder: Path) -> set[int]:
-    """The blocks in the last whole save of a process. Raises UserError for a save that is damaged."""
+    """Returns the blocks in the last complete save of a process. Raises UserError for a damaged save."""
     for attempt in range(5):
         saved = last_save(folder)
         if saved is None:
             break
-        if attempt < 4 and not (saved / DONE_FILE).exists():  # it has saved again meanwhile
+        if attempt < 4 and not (saved / DONE_FILE).exists():  # the process has saved again in the meantime
             continue
         with _named_if_damaged(saved):
             return set(json.loads(read_text(saved / DONE_FILE, "a save", LISTING_BYTES))["blocks"])

@@ -1,4 +1,4 @@
-"""How often each token is at the positions where a component fires: counted in memory, spilled to Parquet."""
+"""Counts how often each token occurs where a component fires, in memory with spills to Parquet."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Int, UInt64
 
 BUFFER = 1 << 24
-"""Counts that all sites together keep in memory before they are added up and written."""
+"""The number of counts that all sites together keep in memory before these are added up and written."""
 COUNT_BITS, TOKEN_BITS = 24, 20
 """Bits of a packed count for the count and for the token; the component has the other 20."""
 SCHEMA = pa.schema([("site", pa.int16()), ("component", pa.int32()), ("token", pa.int32()), ("n", pa.int64())])
@@ -17,9 +17,9 @@ SCHEMA = pa.schema([("site", pa.int16()), ("component", pa.int32()), ("token", p
 
 @dataclass
 class TokenCounts:
-    """How often each pair of a component and a token occurs, at each site; of a toy, a component and an active feature.
+    """Counts of each pair of a component and a token, for each site; for a toy, of a component and an active feature.
 
-    ``files``: names of the counts that are written, in ``folder``. A file has the counts of one spill, sorted.
+    ``files``: names of the written files, in ``folder``. A file has the counts of one spill, sorted.
     """
 
     folder: Path
@@ -31,11 +31,11 @@ class TokenCounts:
         return [self.folder / file for file in self.files]
 
     def add(self, site: int, packed: UInt64[np.ndarray, " n"]) -> None:
-        """Takes the counts of one block, see `Inputs.counted`. Different sites may be added at the same time."""
+        """Adds the counts of one block (see `Inputs.counted`). Different sites may be added concurrently."""
         self._waiting.setdefault(site, []).append(packed)
 
     def spill(self, name: str, *, always: bool = False) -> None:
-        """Writes what waits to a file of this name, if it is much or ``always``."""
+        """Writes the pending counts to a file of this name, if there are many or ``always`` is set."""
         n = sum(len(packed) for waiting in self._waiting.values() for packed in waiting)
         if n == 0 or not (always or n > BUFFER):
             return
@@ -51,16 +51,16 @@ class TokenCounts:
 def pack(
     component: Int[np.ndarray, " n"], token: Int[np.ndarray, " n"], n: Int[np.ndarray, " #n"]
 ) -> UInt64[np.ndarray, " n"]:
-    """One number for a component, a token and a count: sorting numbers is fast."""
+    """Packs a component, a token and a count into one number, because sorting numbers is fast."""
     high = (component.astype(np.uint64) << np.uint64(TOKEN_BITS)) | token.astype(np.uint64)
     return (high << np.uint64(COUNT_BITS)) | n.astype(np.uint64)
 
 
 def added_up(packed: UInt64[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Components, tokens and counts of the different pairs, in order."""
+    """Returns the components, tokens and counts of the distinct pairs, in order."""
     packed.sort()
     pair = packed >> np.uint64(COUNT_BITS)
-    # Of a site that fires nowhere, such as an expert's that nothing takes, there is no pair, and no first one.
+    # A site that fires nowhere, such as that of an unused expert, has no pairs, so there is no first one.
     starts = np.flatnonzero(np.concatenate([[True], pair[1:] != pair[:-1]])[: len(pair)])
     n = np.add.reduceat((packed & np.uint64((1 << COUNT_BITS) - 1)).astype(np.int64), starts)
     pair = pair[starts]

@@ -1,4 +1,4 @@
-"""What is summed up of each component of a site, so that sums of parts of the data add up to the same bits."""
+"""Sums over the data for each component of a site, such that sums over parts of the data add up to the same bits."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,9 @@ from param_decomp_lab.harvest.device import AnyArray, SiteSums
 from param_decomp_lab.harvest.files.tables import ACTIVATION_BINS, IMPORTANCE_BINS
 
 UNIT = 2.0**-26
-"""Sums are kept as whole multiples of this: integers add up to the same in every order, floats do not."""
+"""Sums are kept as integer multiples of this, because adding integers gives the same result in every order, unlike
+floats.
+"""
 
 
 @dataclass
@@ -40,14 +42,14 @@ class Totals:
         )  # fmt: skip
 
     def add(self, sums: SiteSums, firing_activation_sum: Float64[np.ndarray, " C"]) -> None:
-        """Adds the sums of one block. The rest is added by `Firings.count`, into the arrays."""
+        """Adds the sums of one block. `Firings.count` adds everything else directly into the arrays."""
         self.importance_sum += _whole(sums.importance_sum)
         self.activation_sum += _whole(sums.activation_sum)
         self.firing_activation_sum += _whole(firing_activation_sum)
         np.maximum(self.activation_max, sums.activation_max, out=self.activation_max)
 
     def merge(self, other: "Totals") -> None:
-        """Adds what was summed up of other positions."""
+        """Adds the totals of other positions."""
         for name, mine in vars(self).items():
             theirs = getattr(other, name)
             mine[...] = np.maximum(mine, theirs) if name.endswith("_max") else mine + theirs

@@ -1,1 +1,1 @@
-"""`pd import`: a decomposition that the PyTorch project made, as a run folder."""
+"""`pd import`: converts a decomposition of the PyTorch project to a run folder."""

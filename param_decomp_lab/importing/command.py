@@ -1,4 +1,4 @@
-"""`pd import`: reads a run of the PyTorch project, and writes it as a run folder."""
+"""`pd import`: reads a run of the PyTorch project and writes it as a run folder."""
 
 import hashlib
 from collections.abc import Sequence
@@ -53,11 +53,11 @@ def import_run(
     overrides: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Made:
-    """Makes the run folder ``out`` of the run ``source``, a folder or a run on wandb.
+    """Makes the run folder ``out`` from the run ``source``, a folder or a run on wandb.
 
-    ``target``: as of `find_target`. ``step``: of the checkpoint; None for the newest. ``overrides``: assignments to the
+    ``target``: as in `find_target`. ``step``: of the checkpoint; None for the newest. ``overrides``: assignments to the
     translated configuration. ``out`` appears only when it is complete. Raises UserError if ``source`` is not such a
-    run, has no counterpart here, or does not fit together; CannotFetch.
+    run, has no counterpart here, or is inconsistent, and CannotFetch.
     """
     refuse_existing(out, marker=IMPORTED_FILE, overwrite=overwrite)  # before any work is done
     files = find_run_files(source, step, console)
@@ -99,7 +99,9 @@ def _config(translated: Translated, files: RunFiles, out: Path) -> RunConfig:
 
 
 def _layout(problem: Problem, paths: dict[str, str], files: RunFiles) -> CheckpointLayout:
-    """Where the arrays lie. UserError unless the sites are the checkpoint's, and have a counterpart here."""
+    """Returns the places of the arrays. Raises UserError unless the sites are the checkpoint's and have a counterpart
+    here.
+    """
     sites, config, errors = problem.target.sites, problem.decomposition.ci, Errors()
     with errors:
         _refuse_other_sites(sites, paths, files)
@@ -120,7 +122,7 @@ def _layout(problem: Problem, paths: dict[str, str], files: RunFiles) -> Checkpo
 
 
 def _options_it_lacked(config: CIConfig) -> list[str]:
-    """Keys of options that the CI function has and the PyTorch project had not (C9, C10)."""
+    """Returns the keys of options of the CI function that the PyTorch project did not have (C9, C10)."""
     usual = {field.name: field.default for field in fields(config)}
     keys = {name: name for name in ("causal", "n_kv_heads", "mlp_type", "learned_norm_scale")} | {"taps": "input_tap"}
     return [key for name, key in keys.items() if name in usual and getattr(config, name) != usual[name]]

@@ -1,4 +1,4 @@
-"""The files of a run of the PyTorch project: its configuration and one of its checkpoints."""
+"""Finds the files of a run of the PyTorch project: its configuration and one of its checkpoints."""
 
 import re
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ from param_decomp_lab.weights.torch_files import settings_files
 from param_decomp_lab.weights.wandb_run import fetch_chosen, parse_run_path
 
 CONFIGURATIONS = ("experiment_config.yaml", "run_meta.yaml", "final_config.yaml")
-"""Names that the file with a run's configuration has had, the latest first."""
+"""Names of the file with a run's configuration over time, the latest first."""
 _CHECKPOINT = re.compile(r"model_(\d+)\.(pth|pt|safetensors)")
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """``source``: the run as it was named, or its folder. ``checkpoint``: of ``step``."""
+    """The files of a run. ``source``: the run as the user named it, or its folder. ``checkpoint``: that of ``step``."""
 
     source: str
     folder: Path
@@ -31,10 +31,10 @@ class RunFiles:
 
 
 def find_run_files(text: str, step: int | None, console: Console) -> RunFiles:
-    """The files of the run ``text``: a folder, or a run on wandb, whose files are fetched into the cache.
+    """Finds the files of the run ``text``: a folder, or a run on wandb, whose files are fetched into the cache.
 
     ``step``: of the checkpoint; None for the newest. Raises UserError if ``text`` is not such a run, or has no such
-    checkpoint; CannotFetch.
+    checkpoint, and CannotFetch.
     """
     run = parse_run_path(text)
     if not text.startswith(("wandb:", "https:")):
@@ -49,7 +49,7 @@ def find_run_files(text: str, step: int | None, console: Console) -> RunFiles:
 
 
 def _wanted(names: Iterable[str], where: str, step: int | None) -> list[str]:
-    """What of a run on wandb is needed."""
+    """Selects the needed files of a run on wandb."""
     top = [name for name in names if "/" not in name]
     return [*settings_files(top), _configuration(top, where), _checkpoint(top, where, step)[0]]
 
@@ -74,7 +74,7 @@ def _configuration(names: Iterable[str], where: str) -> str:
 
 
 def _checkpoint(names: Iterable[str], where: str, step: int | None) -> tuple[str, int]:
-    """The name of the checkpoint of ``step``, or of the newest, and its step."""
+    """Returns the name of the checkpoint of ``step``, or of the newest, and its step."""
     found = {int(match[1]): name for name in sorted(names) if (match := _CHECKPOINT.fullmatch(name))}
     if not found:
         raise UserError(f"{where}: has no checkpoint (model_<step>.pth)")

@@ -1,8 +1,8 @@
 """Translates the configuration of a run of the PyTorch project to a schema file.
 
-A run of May or June 2026 has almost a schema file (`pd`, `runtime`, `cadence`, `target`, `data`, `eval`); an older one
-has a flat file. Whatever only training needed and has no counterpart is left out and listed. What the decomposition is
-made of (sites, C, CI function, squashing) must be read, or the run is refused.
+A run of May or June 2026 has nearly a schema file (`pd`, `runtime`, `cadence`, `target`, `data`, `eval`); an older one
+has a flat file. Keys that only training needed and that have no counterpart are left out and listed. Keys that define
+the decomposition (sites, C, CI function, squashing) must be readable, or the run is refused.
 """
 
 import json
@@ -30,18 +30,19 @@ _STAND_INS: Mapping[str, Any] = {
     "pd.ci_fn_optimizer": {"lr_schedule": {"start_val": 1e-3}},
     "cadence": {"train_log_every": 100},
 }
-"""In place of what is not needed to open a run, where it is missing or cannot be read."""
+"""Replacements for sections that are not needed to open a run, if these are missing or unreadable."""
 _NEEDED = ("pd.ci_config.", "pd.decomposition_targets.", "pd.identity_decomposition_targets.")
-"""Sections of which every key must be known."""
+"""Sections in which every key must be known."""
 _SCOPES = {**PERSISTENT_SCOPES, "per_batch": "per_batch_per_position"}
-"""Scopes of persistent sources by the names that they had."""
+"""Scopes of persistent sources by their earlier names."""
 _TOYS = ("tms", "resid_mlp")
 
 
 @dataclass(frozen=True)
 class Translated:
-    """``method``: the schema file. ``experiment``: the toy, where the file names it. ``left_out``: what of the file is
-    not in it, one line each."""
+    """A translated configuration. ``method``: the schema file. ``experiment``: the toy, if the file names it.
+    ``left_out``: what was left out of the file, one line each.
+    """
 
     method: Tree
     experiment: str | None
@@ -49,9 +50,9 @@ class Translated:
 
 
 def translate(raw: Mapping[str, Any], where: str) -> Translated:
-    """The schema file of a run with the configuration ``raw``. ``where`` that is, for errors.
+    """Translates the configuration ``raw`` of a run to a schema file. ``where``: its place, for errors.
 
-    UserError lists everything that must be read and cannot.
+    Raises a UserError that lists everything that must be readable and is not.
     """
     given = deepcopy(dict(raw))
     if "pd" in given:
@@ -78,7 +79,7 @@ def translate(raw: Mapping[str, Any], where: str) -> Translated:
 
 
 def _leave_out(method: Tree, mistakes: Iterable[Mistake]) -> dict[str, str]:
-    """Takes out of ``method`` what cannot be read and is not needed. What that was, by key; "" for a null."""
+    """Removes from ``method`` what is unreadable and not needed. Returns the removed values by key; "" for a null."""
     gone: dict[str, str] = {}
     for mistake in mistakes:
         place = _place(mistake, method)
@@ -94,7 +95,7 @@ def _leave_out(method: Tree, mistakes: Iterable[Mistake]) -> dict[str, str]:
                 gone[place] += f"; {place} is {json.dumps(parent[name])} instead"
             elif parent.pop(name) is None:
                 gone[place] = ""
-    for entries in _LISTS:  # at the end, so that entries keep their numbers until then
+    for entries in _LISTS:  # last, so that entries keep their indices until then
         found = _get(method, entries)
         if isinstance(found, list):
             found[:] = [entry for entry in found if entry is not None]
@@ -102,7 +103,7 @@ def _leave_out(method: Tree, mistakes: Iterable[Mistake]) -> dict[str, str]:
 
 
 def _place(mistake: Mistake, method: Tree) -> str:
-    """What to take out for a mistake; "" where nothing can be."""
+    """Returns the key to remove for a mistake; "" if none can be removed."""
     key = mistake.key
     section, _, name = key.rpartition(".")
     parent = _get(method, section)
@@ -119,7 +120,7 @@ def _place(mistake: Mistake, method: Tree) -> str:
 
 
 def _get(tree: Any, key: str) -> Any:
-    """The value at a dotted key; None where there is none."""
+    """Returns the value at a dotted key; None if it is missing."""
     for part in key.split(".") if key else ():
         if isinstance(tree, list) and part.isdecimal() and int(part) < len(tree):
             tree = tree[int(part)]
@@ -129,12 +130,12 @@ def _get(tree: Any, key: str) -> Any:
 
 
 def _mapping(value: Any) -> Tree:
-    """``value``, or {} if it is not a mapping, which the schema refuses."""
+    """Returns ``value``, or {} if it is not a mapping, which the schema refuses."""
     return value if isinstance(value, dict) else {}
 
 
 def _entry(entry: Any) -> Tree:
-    """A loss or metric by today's names."""
+    """Returns a loss or metric with its current names."""
     if not isinstance(entry, dict):
         return {"type": str(entry)}
     found = {**entry, **_mapping(entry.get("extra_init_kwargs"))}
@@ -155,18 +156,18 @@ def _entry(entry: Any) -> Tree:
 
 
 class _Flat:
-    """A flat file, of which keys are taken; the rest is `left`."""
+    """A flat file, from which keys are taken; the remaining ones are `left`."""
 
     def __init__(self, raw: Tree) -> None:
         self._raw, self._taken = raw, set[str]()
 
     def take(self, *names: str, default: Any = None) -> Any:
-        """The value of the first of these keys that has one; all of them are taken."""
+        """Returns the value of the first of these keys that has one; takes all of them."""
         self._taken |= set(names)
         return next((self._raw[name] for name in names if self._raw.get(name) is not None), default)
 
     def some(self, **keys: str) -> Tree:
-        """A section with these keys, from keys of the file, as far as it has them."""
+        """Returns a section with those of these keys that the file has."""
         found = {key: self.take(name) for key, name in keys.items()}
         return {key: value for key, value in found.items() if value is not None}
 
@@ -176,7 +177,7 @@ class _Flat:
 
 
 def _from_flat(flat: _Flat, where: str) -> tuple[Tree, str | None]:
-    """A schema file as far as the flat file has it, and the toy that the file names."""
+    """Returns a schema file with what the flat file has, and the toy that the file names."""
     task = _mapping(flat.take("task_config"))
     name = task.get("task_name")
     if name not in ("lm", *_TOYS):
@@ -185,7 +186,7 @@ def _from_flat(flat: _Flat, where: str) -> tuple[Tree, str | None]:
             "imported"
         )
     method: Tree = {"pd": _pd(flat), "cadence": flat.some(train_log_every="train_log_freq", save_every="save_freq")}
-    # Files have all keys of their version: one without it is older than autocast, as below.
+    # Files have all keys of their version, so one without this key is older than autocast; the same holds below.
     method["runtime"] = {"autocast_bf16": flat.take("autocast_bf16", default=False)}
     evaluation = flat.some(
         batch_size="eval_batch_size",
@@ -212,7 +213,7 @@ def _from_flat(flat: _Flat, where: str) -> tuple[Tree, str | None]:
 
 
 def _pd(flat: _Flat) -> Tree:
-    """The section `pd`, as far as the flat file has it."""
+    """Returns the section `pd` with what the flat file has."""
     names = (
         "seed", "n_mask_samples", "sampling", "sigmoid_type", "steps", "batch_size", "tied_weights",
         "faithfulness_warmup_steps", "faithfulness_warmup_lr", "faithfulness_warmup_weight_decay",

@@ -1,4 +1,6 @@
-"""The target of an imported decomposition: made from the checkpoint's own tensors, or found elsewhere and compared."""
+"""Finds the target of an imported decomposition: made from the checkpoint's own tensors, or found elsewhere and
+compared with them.
+"""
 
 import json
 import shutil
@@ -31,13 +33,14 @@ from param_decomp_lab.weights.torch_models import Kind, convert, convert_tensors
 KINDS: dict[str, Kind] = {"tms": "tms", "resid_mlp": "resid_mlp", "LlamaSimpleMLP": "llama_simple_mlp", "GPT2": "gpt2"}
 """Models of the PyTorch project, by a run's experiment or the class that its file names."""
 FOLDER = "target"
-"""In a run folder, with the target that was made of the checkpoint."""
+"""The subfolder of a run with the target that was made from the checkpoint."""
 
 
 @dataclass(frozen=True)
 class FoundTarget:
-    """``config``: the run's, which names the target. ``origin``: where its weights are from, in words. ``own``: what is
-    to be written into the run folder; None for a target that lies elsewhere."""
+    """A target. ``config``: the run's, which names the target. ``origin``: the source of its weights, in words.
+    ``own``: the target to write into the run folder; None for a target that is elsewhere.
+    """
 
     config: RunConfig
     architecture: Architecture
@@ -47,14 +50,16 @@ class FoundTarget:
 
 @dataclass(frozen=True)
 class OwnTarget:
-    """A target made of a checkpoint. ``config``: its `config.json`. ``beside``: where its tokenizer may be."""
+    """A target made from a checkpoint. ``config``: its `config.json`. ``beside``: the folder that may have its
+    tokenizer.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, np.ndarray]
     beside: Path
 
     def write(self, run_folder: Path) -> None:
-        """Raises OSError."""
+        """Writes the target into the run folder. Raises OSError."""
         folder = run_folder / FOLDER
         folder.mkdir()
         tensors = {name: np.ascontiguousarray(array) for name, array in self.tensors.items()}
@@ -67,13 +72,13 @@ class OwnTarget:
 def find_target(
     given: str | None, config: RunConfig, files: RunFiles, state: State, out: Path, console: Console
 ) -> FoundTarget:
-    """The target of the run ``config``.
+    """Finds the target of the run ``config``.
 
     ``given``: a folder, a name on the hub, a run path, or a file with the settings of the model (`config.json`, or a
     YAML of the PyTorch project); None: the settings beside the checkpoint, or else what the configuration names. With
     settings alone, the weights are the checkpoint's. ``state``: the checkpoint's. ``out``: the run folder to be made.
 
-    Raises UserError for a target that is not there, or is another than the checkpoint's; CannotFetch.
+    Raises UserError for a target that is missing or differs from the checkpoint's, and CannotFetch.
     """
     weights = {name.removeprefix(TARGET): array for name, array in state.items() if name.startswith(TARGET)}
     settings = _settings(given, files)
@@ -95,7 +100,7 @@ def find_target(
 
 
 def _settings(given: str | None, files: RunFiles) -> Path | None:
-    """The file with the settings of the model."""
+    """Returns the file with the settings of the model."""
     if given is None:
         names = [path.name for path in files.folder.iterdir()]
         candidates = [files.folder / name for name in (*settings_files(names), CONFIG_FILE) if name in names]
@@ -134,7 +139,7 @@ def _in_folder(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _naming(config: RunConfig, given: str) -> RunConfig:
-    """The configuration with the target that the user gives."""
+    """Returns the configuration with the target that the user gives."""
     folder = checked_path(given, "--target")
     if (folder / CONFIG_FILE).is_file() and not missing_files(folder):
         return _in_folder(config, folder)
@@ -153,7 +158,9 @@ def _naming(config: RunConfig, given: str) -> RunConfig:
 def _refuse_another(
     folder: Path, architecture: Architecture, config: RunConfig, weights: State, checkpoint: Path
 ) -> None:
-    """UserError, with the differences, unless the weights in ``folder`` are those in the checkpoint, if it has them."""
+    """Raises UserError, with the differences, unless the weights in ``folder`` equal those in the checkpoint, if it has
+    them.
+    """
     if not weights:
         return
     where = str(checkpoint)
@@ -180,7 +187,7 @@ def _differences(stored: SafetensorsFolder, architecture: Architecture, tensors:
     for name, theirs in tensors.items():
         there = stored_name(architecture, name, stored.names)
         if there not in stored.names:
-            continue  # of two tensors that are one matrix, the other
+            continue  # the second of two tensors that are one matrix
         ours = stored.read(there, tuple(slice(0, size) for size in theirs.shape))
         narrow = min(ours.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
         a, b = (x.astype(narrow).astype(np.float64) for x in (ours, theirs))

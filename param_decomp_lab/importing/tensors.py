@@ -1,4 +1,4 @@
-"""The tensors of a decomposition of the PyTorch project, by their names there, and the same in our layout.
+"""Converts the tensors of a decomposition of the PyTorch project to our layout.
 
 A checkpoint is the state dict of one module. It has the frozen target (``target_model.…``), V and U of every site
 (``_components.<path>.V``, where the path has dashes for dots) and the CI function (``ci_fn.…``). Where sites are
@@ -36,11 +36,11 @@ Shapes = dict[str, tuple[int, ...]]
 TARGET = "target_model."
 _COMPONENT = re.compile(r"_components\.(.+)\.([UV]|bias)")
 _UNREAD = re.compile(r"_components\..+\.bias|ci_fn\._global_ci_fn\._blocks\.\d+\.attn\.rope\.inv_freq")
-"""The target's own biases, and what follows from the configuration."""
+"""Tensors that are not read: the target's own biases, and those that follow from the configuration."""
 
 
 def todays_name(name: str) -> str:
-    """The name that a tensor has had since the spring of 2026."""
+    """Returns the name that a tensor has had since the spring of 2026."""
     name = name.replace("_gates.", "_ci_fns.")
     name = re.sub(r"^patched_model\.", TARGET, name)
     name = re.sub(r"\.original\.weight$", ".weight", name)
@@ -51,7 +51,7 @@ def todays_name(name: str) -> str:
 
 
 def paths_of_sites(state: State) -> dict[str, str]:
-    """The path that each decomposed module has there, by the name that we have for it."""
+    """Returns the path of each decomposed module in the checkpoint, by our name for it."""
     paths = {found[1].replace("-", ".") for name in state if (found := _COMPONENT.fullmatch(name))}
     return {_site_name(path): path for path in sorted(paths)}
 
@@ -63,7 +63,9 @@ def _site_name(path: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """Where the arrays of a decomposition lie in a checkpoint. ``paths``: of `paths_of_sites`, of all ``sites``."""
+    """The places of a decomposition's arrays in a checkpoint. ``paths``: those of `paths_of_sites`,
+    for all ``sites``.
+    """
 
     sites: Sites
     config: CIConfig
@@ -74,7 +76,7 @@ class CheckpointLayout:
         return sorted(self.sites.all, key=lambda site: self.paths[site.name])
 
     def shapes(self) -> Shapes:
-        """The shape of every tensor that is read, by name."""
+        """Returns the shape of every tensor that is read, by name."""
         found: Shapes = {}
         for site in self.sites.all:
             found[self.component(site, "V")], found[self.component(site, "U")] = (
@@ -100,16 +102,16 @@ class CheckpointLayout:
         return self.paths[site.name].replace(".", "-")
 
     def _widths(self) -> tuple[list[int], list[int]]:
-        """What the sites read, and their components, in their order."""
+        """Returns the input widths of the sites, and their numbers of components, in the order of the checkpoint."""
         sites = self.in_their_order
         return [site.d_in for site in sites], [site.C for site in sites]
 
     def mlp(self, site: Site) -> str:
-        """Beginning of the names of a site's own MLP."""
+        """Returns the prefix of the names of a site's own MLP."""
         return f"ci_fn._ci_fns.{self._dashed(site)}.layers."
 
     def _mlps(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Leading axes and widths of every MLP, by the beginning of its names."""
+        """Returns the leading axes and widths of every MLP, by the prefix of its names."""
         match self.config:
             case LayerwiseMLP("shared_mlp", hidden):
                 return {self.mlp(site): ((), (site.d_in, *hidden, site.C)) for site in self.sites.all}
@@ -125,7 +127,9 @@ class CheckpointLayout:
                 raise AssertionError(f"a CI function that the PyTorch project did not have: {self.config}")
 
     def check(self, state: State, where: str) -> None:
-        """UserError, which lists everything, unless the checkpoint has exactly these tensors and the target's."""
+        """Raises a UserError that lists all differences, unless the checkpoint has exactly these tensors and the
+        target's.
+        """
         wanted = self.shapes()
         lines = [f"{name}: is missing (shape {list(shape)})" for name, shape in wanted.items() if name not in state]
         for name, array in state.items():
@@ -140,7 +144,7 @@ class CheckpointLayout:
             raise UserError(f"{where}: the checkpoint and its configuration do not belong together:\n  {told}")
 
     def read(self, state: State) -> Learned:
-        """V, U and the CI function in our layout, fp32. ``state``: as `check` takes it."""
+        """Returns V, U and the CI function in our layout, in fp32. ``state``: as in `check`."""
 
         def array(name: str) -> jax.Array:
             return jnp.asarray(np.asarray(state[name], np.float32))
@@ -179,12 +183,12 @@ class CheckpointLayout:
                 raise AssertionError(f"a CI function that the PyTorch project did not have: {self.config}")
 
     def _joint(self, affine: Affine) -> JointAffine:
-        """An affine map of the concatenation of what the sites read."""
+        """Returns an affine map of the concatenated inputs of the sites."""
         parts = zip(self.in_their_order, _parts(self._widths()[0]), strict=True)
         return JointAffine(stack_sites(self.sites, {site.name: affine.W[part] for site, part in parts}), affine.b)
 
     def _heads(self, affine: Affine) -> dict[str, Any]:
-        """An affine map to the concatenation of the sites' logits, in heads."""
+        """Returns an affine map to the concatenated logits of the sites, split into heads."""
         parts = zip(self.in_their_order, _parts(self._widths()[1]), strict=True)
         heads = {site.name: Affine(affine.W[:, part], affine.b[part]) for site, part in parts}
         return stack_sites(self.sites, heads)

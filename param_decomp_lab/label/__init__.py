@@ -1,1 +1,1 @@
-"""Labels of components from a language model, and scores of labels: `pd label`. Needs no JAX."""
+"""`pd label`: has a language model label components, and scores labels. Needs no JAX."""

@@ -1,4 +1,4 @@
-"""Puts questions to a model: several at a time, each until it has an answer, never beyond the cap."""
+"""Asks a model questions, several at a time, each until it has an answer, and never beyond the cap."""
 
 import asyncio
 import itertools
@@ -14,13 +14,15 @@ from param_decomp_lab.label.ledger import Ledger, Question, Status
 from param_decomp_lab.ui.numbers import duration
 
 TRIES = 6
-"""Requests for one question while the server is busy or in trouble."""
+"""The number of requests for one question while the server is busy or failing."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
-"""Before a question is asked again; twice as long each time, and random, so that not all come back at once."""
+"""Waits before a question is asked again. They double each time, and are random so that not all questions return at
+once.
+"""
 LONGEST_RETRY_AFTER_S = 600.0
 POLL_S = 0.05
 HOPELESS = (401, 403, 404)
-"""Refusals that are not about the question."""
+"""Status codes of refusals that do not depend on the question."""
 
 Ended = Literal["done", "stopped", "cap"]
 Take = Callable[[Question, Any], None]
@@ -29,8 +31,9 @@ Take = Callable[[Question, Any], None]
 
 @dataclass
 class Counts:
-    """``asked``: questions that got an answer now. ``known``: those that had one. ``failed``: those without a usable
-    one. ``requests``: sent now."""
+    """Numbers of questions and requests. ``asked``: questions that were answered now. ``known``: those already
+    answered. ``failed``: those without a usable answer. ``requests``: requests sent now.
+    """
 
     asked: int = 0
     known: int = 0
@@ -39,8 +42,9 @@ class Counts:
 
 
 class Asker:
-    """``stop``: whether to end in order: nothing more is sent, and what is in flight is waited for. ``retry_failed``:
-    whether questions that failed before are asked again."""
+    """Asks questions. ``stop``: whether to end in order: no more requests are sent, and those in flight are awaited.
+    ``retry_failed``: whether to repeat questions that failed before.
+    """
 
     def __init__(
         self,
@@ -60,8 +64,9 @@ class Asker:
         self._last_answer = 0.0
 
     def ask(self, questions: Iterable[Question], take: Take) -> Ended:
-        """Raises CannotFetch where the server does not answer, UserError where it refuses, and what ``take`` raises;
-        all answers that came are kept then."""
+        """Asks all questions. Raises CannotFetch if the server does not answer, UserError if it refuses, and whatever
+        ``take`` raises; answers received by then are kept.
+        """
         return asyncio.run(self._ask_all(iter(questions), take))
 
     async def _ask_all(self, questions: Any, take: Take) -> Ended:
@@ -128,7 +133,7 @@ class Asker:
     async def _request(
         self, client: Any, question: Question, key: str, tries: int, malformed: int, began: float
     ) -> tuple[Reply | None, Any, Status]:
-        """Sends one request and writes down what came of it. No reply: nothing was sent."""
+        """Sends one request and records its result. The reply is None if nothing was sent."""
         number = await self._reserve(question, key)
         if number is None:
             return None, None, "again"
@@ -155,7 +160,7 @@ class Asker:
         others_succeed = self._last_answer > began
         if reply.kind == "refused":
             if others_succeed and reply.status not in HOPELESS:
-                return "failed", None  # something about this question
+                return "failed", None  # caused by this question
             self._failure = UserError(
                 f"{self._endpoint.address} refuses requests to {self._endpoint.model}: {reply.text}"
             )
@@ -174,7 +179,7 @@ class Asker:
         return "again", None
 
     async def _reserve(self, question: Question, key: str) -> int | None:
-        """The number of a request that may be sent; None if none may be."""
+        """Reserves a request and returns its number; None if no request may be sent."""
         while not self._ending():
             if (
                 number := None if self._is_paused() else self._ledger.reserve(question, key, self._endpoint)
@@ -182,7 +187,7 @@ class Asker:
                 return number
             if not self._is_paused() and self.in_flight == 0:
                 self._full = True
-            else:  # what is in flight may turn out to cost less
+            else:  # requests in flight may cost less than reserved
                 await asyncio.sleep(POLL_S)
         return None
 
@@ -190,8 +195,9 @@ class Asker:
         return time.monotonic() < self._paused_until
 
     async def _wait(self, reply: Reply, tries: int) -> bool:
-        """Before the next try; whether there should be one. A server that says when to come back is left alone by all
-        questions."""
+        """Waits before the next try; returns whether there should be one. If a server says when to return, all
+        questions wait until then.
+        """
         if reply.retry_after is not None:
             wait = reply.retry_after
             self._paused_until = max(self._paused_until, time.monotonic() + wait)

@@ -1,4 +1,4 @@
-"""Which components are labelled or scored, and in which order."""
+"""Chooses which components are labelled or scored, and in which order."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,9 @@ Component = tuple[str, int]
 
 @dataclass(frozen=True)
 class Selection:
-    """``sites``: patterns; empty for all. ``limit``: of the components, over all sites. ``by``: the largest first."""
+    """The chosen components. ``sites``: patterns; empty for all. ``limit``: the most components, over all sites.
+    ``by``: the quantity by which they are ordered, largest first.
+    """
 
     sites: tuple[str, ...] = ()
     min_density: float = 0.0
@@ -26,8 +28,10 @@ class Selection:
 
 
 def choose_components(harvest: Harvest, selection: Selection) -> list[Component]:
-    """Those that fire at all, in order. What is labelled already counts towards the limit, so that the same command
-    chooses the same ones again. UserError for a pattern that matches no site, and a density that is none."""
+    """Returns the chosen components that fire at all, in order. Labelled ones count towards the limit, so that the same
+    command chooses the same components again. Raises UserError for a pattern that matches no site, and for an invalid
+    density.
+    """
     least, most = selection.min_density, selection.max_density
     for option, density in (("--min-density", least), ("--max-density", most)):
         if not 0 <= density <= 1:

@@ -38,7 +38,7 @@ def label(run: LabelledRun, endpoint: Endpoint, request: Request, console: Conso
 
 
 def unlabelled(run: LabelledRun, request: Request) -> list[Component]:
-    """The chosen components but those whose last edit stands: a label that was taken away stays away, too."""
+    """Returns the chosen components except those whose last edit is kept; a removed label is also kept removed."""
     may_replace, edits = _may_replace(request.replace), dict[str, dict[int, Label]]()
     kept = []
     for site, n in choose_components(run.harvest, request.selection):

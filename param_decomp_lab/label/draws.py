@@ -1,7 +1,7 @@
-"""Texts that a judge is asked about, drawn from a harvest so that the right answers are known for certain.
+"""Draws the texts that a judge is asked about from a harvest, so that the right answers are certain.
 
-At the sampled positions a harvest has kept all that fires, so a component that is not among it does not fire there.
-Elsewhere only what is around an example is known. Draws follow from the seed, the component and the kind of score.
+At the sampled positions, a harvest has all firings, so a component that is not among them does not fire there.
+Elsewhere, it only has the contexts of examples. Draws depend only on the seed, the component and the kind of score.
 """
 
 import random
@@ -16,26 +16,26 @@ from param_decomp_lab.label.naming import shown_examples
 from param_decomp_lab.label.texts import LEAST_SHOWN, Text, Texts, as_text, firing_places
 
 INTRUDERS = 5
-"""Texts of which one does not belong."""
+"""The number of texts in a group, of which one does not belong."""
 NEIGHBOURS = 20
-"""Components of nearest density that an intruder is drawn from."""
+"""The number of components of nearest density from which an intruder is drawn."""
 LEAST_FIRINGS = 4
 SPARE = 8
-"""Times as many positions are looked at as are needed, since the namer may have seen some."""
+"""This many times the needed positions are considered, since the namer may have seen some of them."""
 Place = tuple[int, int]
 """Row, and position in it."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A text, and whether yes is the right answer."""
+    """A text, and whether the right answer is yes."""
 
     text: Text
     truth: bool
 
 
 class Draws:
-    """``texts``: of each class, or groups of texts, for each component."""
+    """Draws texts. ``texts``: the number of texts of each class, or of groups of texts, for each component."""
 
     def __init__(self, texts: Texts, seed: int, n_texts: int) -> None:
         self._texts, self._harvest = texts, texts.harvest
@@ -44,12 +44,14 @@ class Draws:
 
     @property
     def name(self) -> str:
-        """What determines the draws."""
+        """Names everything that determines the draws."""
         return f"{self._harvest.folder.name}, seed {self._seed}, {self._n} texts"
 
     def detection(self, component: Component) -> list[Judged]:
-        """Texts with a marked position: as many where the component fires there as where it certainly does not, as far
-        as there are; in random order. Both are uniform samples, what the namer has seen left out where possible."""
+        """Returns texts with a marked position, in random order: equally many where the component fires there and where
+        it certainly does not, if there are enough. Both are uniform samples, without texts that the namer has seen if
+        possible.
+        """
         rng = self._rng("detection", component)
         firing = self._some(rng, self._firings(component))
         silent = self._some(rng, self._silent(rng, component))
@@ -59,8 +61,10 @@ class Draws:
         return judged
 
     def fuzzing(self, component: Component) -> list[Judged]:
-        """Texts of the uniform sample, with the right tokens marked and with as many wrong ones: those at which λ is
-        below 1/510, or the threshold if that is larger. Texts with too few of these are left out."""
+        """Returns texts of the uniform sample, with the right tokens marked and with as many wrong ones marked: those
+        at which λ is below 1/510, or below the threshold if that is larger. Texts with too few such tokens are left
+        out.
+        """
         rng = self._rng("fuzzing", component)
         judged = []
         for example in self._unseen_examples(component)[: self._n]:
@@ -74,8 +78,10 @@ class Draws:
         return judged
 
     def intruder(self, component: Component) -> list[tuple[list[Text], int]]:
-        """Groups of five texts, each with a position marked, and which of them is where another component of the site
-        fires and this one certainly does not. That component's density is among the nearest."""
+        """Returns groups of five texts with a marked position each, and the index of the intruder: the text where
+        another component of the site fires and this one certainly does not. The density of that component is among the
+        nearest.
+        """
         rng = self._rng("intruder", component)
         own = self._firings(component)
         if len(own) < LEAST_FIRINGS:
@@ -107,7 +113,7 @@ class Draws:
         return int(rows[number]), int(positions[number])
 
     def _firings(self, component: Component) -> list[Place]:
-        """Certain firings, a uniform sample of all: at sampled positions, and of the examples where these are few."""
+        """Returns certain firings, a uniform sample of all: those at sampled positions, then the uniform examples."""
         numbers = self._harvest.firing_places(*component)[: SPARE * self._n].tolist()
         examples = self._harvest.examples(*component)
         uniform = [(e.row, e.position) for e in examples if e.kind == "uniform"]
@@ -115,27 +121,28 @@ class Draws:
         return self._unseen(places, examples) or places
 
     def _silent(self, rng: random.Random, component: Component) -> list[Place]:
-        """Sampled positions at which the component does not fire: a uniform sample, larger than is needed."""
+        """Returns sampled positions at which the component does not fire: a uniform sample, larger than needed."""
         fires = self._harvest.firing_places(*component)
         numbers = np.setdiff1d(np.arange(self._harvest.n_sampled), fires, assume_unique=True).tolist()
         places = list(map(self._place, rng.sample(numbers, min(len(numbers), SPARE * self._n))))
         return self._unseen(places, self._harvest.examples(*component)) or places
 
     def _unseen_examples(self, component: Component) -> list[Example]:
-        """Examples of the uniform sample that the namer has not seen; all of it where it has seen the surroundings of
-        every one."""
+        """Returns the examples of the uniform sample that the namer has not seen; the whole sample if it has seen the
+        context of every one.
+        """
         examples = self._harvest.examples(*component)
         uniform = {(e.row, e.position): e for e in examples if e.kind == "uniform"}
         unseen = self._unseen(list(uniform), examples)
         return [uniform[place] for place in unseen or uniform]
 
     def _unseen(self, places: list[Place], examples: list[Example]) -> list[Place]:
-        """Those that are not in a text that the namer was shown."""
+        """Returns the places that are not in a text that the namer was shown."""
         seen = {(e.row, e.first + k) for e in shown_examples(examples) for k in range(len(e.tokens))}
         return [place for place in places if place not in seen]
 
     def _neighbours(self, component: Component) -> list[int]:
-        """The components of the site that fire about as often."""
+        """Returns the components of the site with the nearest densities."""
         site, number = component
         if site not in self._by_density:
             self._by_density[site] = self._harvest.densities(site)

@@ -1,5 +1,6 @@
-"""A model behind an address of OpenAI's wire format. One request at a time: retries are others' business, since each
-request may cost money and is paid for from the cap."""
+"""Talks to a model through an endpoint with OpenAI's wire format. It sends single requests and never retries, because
+each request may cost money and counts towards the cap.
+"""
 
 import asyncio
 import math
@@ -19,24 +20,26 @@ from param_decomp_lab.safe_io.json_text import parse_json
 from param_decomp_lab.safe_io.printable import printable
 
 ANSWER_BYTES = 1 << 20
-"""Limit for an answer."""
+"""The largest answer in bytes."""
 ERROR_CHARACTERS = 500
 SHORTEST_KEY = 8
-"""Shorter keys, such as `none`, are not secrets; texts are not searched for them."""
+"""Shorter keys, such as `none`, are not secrets, and texts are not searched for them."""
 FREE = (429, 503)
-"""Besides 4xx: the server says that it has done nothing. Other errors of servers may come after the work."""
+"""Status codes with which the server says that it has done no work, besides other 4xx. Other server errors may come
+after the work.
+"""
 AGAIN = (408, 409, 429)
 MOST_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a request.
+    """The result of a request.
 
-    ``kind``: ``answer``; ``malformed``, which is not an answer of the wire format; ``again``, the server is busy, in
-    trouble or cannot be reached; ``refused``, and will be again. ``text``: the answer, or what was wrong. ``usage``:
-    tokens of the prompt and of the answer, if the server says so. ``free``: nothing was done, and nothing is charged.
-    ``status``: of HTTP. ``retry_after``: seconds, if the server says so.
+    ``kind``: ``answer``; ``malformed``, not an answer in the wire format; ``again``, the server is busy, failing or
+    cannot be reached; ``refused``, and a retry would be refused, too. ``text``: the answer, or what was wrong.
+    ``usage``: tokens of the prompt and of the answer, if the server reports them. ``free``: no work was done, and
+    nothing is charged. ``status``: the HTTP status. ``retry_after``: seconds, if the server gives them.
     """
 
     kind: Literal["answer", "malformed", "again", "refused"]
@@ -49,7 +52,9 @@ class Reply:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """``max_tokens``: of an answer. ``timeout``: seconds for a whole answer. ``temperature``: None for the server's."""
+    """A model's endpoint. ``max_tokens``: the most tokens of an answer. ``timeout``: seconds for a whole answer.
+    ``temperature``: None for the server's default.
+    """
 
     address: str
     model: str
@@ -81,31 +86,33 @@ class Endpoint:
                 raise UserError(f"{option} should be dollars per million tokens, from 0 up, not {price}")
 
     def largest_cost(self, messages: Sequence[Message]) -> int:
-        """The largest cost of a request, in billionths of a dollar."""
+        """Returns the largest cost of a request, in billionths of a dollar."""
         return self.prices.cost(most_tokens(messages), self.max_tokens)
 
     def cost(self, reply: Reply, largest: int) -> int:
-        """The cost of a request that could have cost ``largest``: that, where nobody says what it was."""
+        """Returns the cost of a request that could have cost ``largest``, which it is if the server does not report
+        usage.
+        """
         if reply.free:
             return 0
         return largest if reply.usage is None else self.prices.cost(*reply.usage)
 
     def without_key(self, text: str) -> str:
-        """Text from the server, which may repeat what was sent to it."""
+        """Removes the key from the server's text, which may repeat what was sent."""
         return text.replace(self.key, "[key]") if len(self.key) >= SHORTEST_KEY else text
 
     def client(self) -> Any:
-        """The client, to be closed. UserError if it is not installed."""
+        """Returns the client, which the caller must close. Raises UserError if it is not installed."""
         try:
             from openai import AsyncOpenAI, DefaultAsyncHttpxClient
         except ImportError as error:
             raise UserError("asking a model needs the package `openai`: pip install 'param-decomp[label]'") from error
-        # What is sent elsewhere would be sent twice, and paid for twice.
+        # A redirected request would be sent twice, and paid for twice.
         http = DefaultAsyncHttpxClient(follow_redirects=False, timeout=self.timeout)
         return AsyncOpenAI(api_key=self.key, base_url=self.address, max_retries=0, http_client=http)
 
     async def send(self, client: Any, messages: Sequence[Message]) -> Reply:
-        """One request, and what came of it."""
+        """Sends one request and returns its result."""
         import openai
 
         extra = {} if self.temperature is None else {"temperature": self.temperature}
@@ -113,7 +120,7 @@ class Endpoint:
         limit = "max_completion_tokens" if urlsplit(self.address).hostname == "api.openai.com" else "max_tokens"
         try:
             async with (
-                asyncio.timeout(self.timeout),  # of the whole: the client's own holds between two packets
+                asyncio.timeout(self.timeout),  # for the whole answer: the client's own is between packets
                 client.chat.completions.with_streaming_response.create(
                     model=self.model, messages=list(messages), **{limit: self.max_tokens}, **extra
                 ) as response,
@@ -130,7 +137,7 @@ class Endpoint:
         except openai.APIConnectionError as error:
             return Reply("again", self._shown(f"no connection: {error.__cause__ or error}"))
         except Exception as error:
-            # Of a body that breaks off, by whichever library reads it. What is wrong with us would be seen at once.
+            # Raised, by whichever library reads it, for a body that breaks off. An error of ours would show at once.
             if type(error).__module__.partition(".")[0] not in ("httpx2", "httpx", "httpcore2", "httpcore", "ssl"):
                 raise
             return Reply("again", self._shown(f"the connection broke: {type(error).__name__} {error}"))
@@ -161,8 +168,9 @@ class Endpoint:
 
 
 def read_key(name: str) -> str:
-    """The key in the environment variable ``name``. UserError, which does not show it, if there is none or it
-    cannot be one."""
+    """Returns the key in the environment variable ``name``. Raises UserError, without showing the value, if it is
+    missing or cannot be a key.
+    """
     key = os.environ.get(name, "").strip()
     if not key:
         raise UserError(
@@ -184,7 +192,7 @@ def _usage(given: Any) -> tuple[int, int] | None:
 
 
 def _seconds(header: str) -> float | None:
-    """The seconds of a Retry-After: a number, or a date."""
+    """Returns the seconds of a Retry-After header: a number, or a date."""
     with suppress(ValueError):
         seconds = float(header)
         return seconds if math.isfinite(seconds) and seconds >= 0 else None

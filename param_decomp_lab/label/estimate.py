@@ -1,4 +1,4 @@
-"""`pd label --dry-run`: one prompt, and what all would cost. Asks nobody, and writes nothing."""
+"""`pd label --dry-run`: shows one prompt, and estimates the total cost. Sends no request, and writes nothing."""
 
 import itertools
 
@@ -16,9 +16,9 @@ from param_decomp_lab.label.score_command import ScoreRequest, find_jobs
 from param_decomp_lab.label.session import Request
 
 ESTIMATED_FROM = 20
-"""Components whose questions an estimate of all is made from."""
+"""The number of components from whose questions the total is estimated."""
 ANSWER_TOKENS = 100
-"""Tokens of a usual answer, as far as there is room, from a model that does not think first."""
+"""Tokens of a typical answer, within its limit, from a model that does not reason first."""
 
 
 def dry_run(

@@ -15,9 +15,9 @@ from param_decomp_lab.label.ledger import Question
 from param_decomp_lab.label.texts import Text, Texts
 
 AT_ONCE = 5
-"""Texts of one question, so that its instructions are paid for once."""
+"""The number of texts in one question, so that the instructions are paid for only once."""
 Truth = tuple[bool, ...] | int
-"""Whether yes is right for every text of a question; or which text is the intruder, from 0."""
+"""Whether yes is right, for each text of a question; or the index of the intruder."""
 Answer = tuple[bool, ...] | int
 
 _SHORT = "Answer with the JSON list and nothing else."
@@ -47,11 +47,11 @@ Answer with the number of that text, 1 to 5, and nothing else."""
 def score_questions(
     texts: Texts, draws: Draws, kind: Kind, component: Component, label: str
 ) -> Iterator[tuple[Question, Truth]]:
-    """The questions of one component, with what is right."""
+    """Yields the questions about one component, with the right answers."""
     match kind:
         case "detection" | "fuzzing":
             judged = draws.detection(component) if kind == "detection" else draws.fuzzing(component)
-            # Neither class alone says anything.
+            # One class alone is uninformative.
             if {one.truth for one in judged} == {True, False}:
                 instructions = DETECTION if kind == "detection" else FUZZING
                 for part in _batches(judged):
@@ -64,7 +64,7 @@ def score_questions(
 
 
 def _batches(judged: Sequence[Judged]) -> Iterator[list[Judged]]:
-    """Not the same text twice in one: of two that differ in their marks, one must be wrong."""
+    """Yields batches without repeated texts: of two copies that differ in their marks, one would have to be wrong."""
     waiting = list(judged)
     while waiting:
         batch: list[Judged] = []

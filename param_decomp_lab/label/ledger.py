@@ -1,7 +1,8 @@
-"""Every request that was sent: its prompt, its answer and its cost. What makes asking resumable, and keeps the cap.
+"""Records every request that was sent, with its prompt, answer and cost, so that asking can be resumed and the cap
+holds.
 
-A request is written down at its largest possible cost before it is sent, and corrected when its answer is known. So one
-whose process was killed counts as spent at that.
+A request is recorded at its largest possible cost before it is sent, and corrected when its answer is known. If the
+process is killed in between, the largest cost counts as spent.
 """
 
 import hashlib
@@ -25,8 +26,9 @@ from param_decomp_lab.runs.lock import only_job
 FOLDER = "labelling"
 FILE = "requests.sqlite"
 Status = Literal["sent", "answered", "malformed", "again", "failed"]
-"""``sent``: no answer is known (yet). ``malformed``, ``again``: the question was or will be asked again. ``failed``: it
-will not."""
+"""The state of a request. ``sent``: no answer is known (yet). ``malformed``, ``again``: the question was or will be
+asked again. ``failed``: it will not.
+"""
 _TABLE = """
 CREATE TABLE IF NOT EXISTS requests (
     id INTEGER PRIMARY KEY, question TEXT NOT NULL, purpose TEXT NOT NULL, step INTEGER NOT NULL, site TEXT NOT NULL,
@@ -41,8 +43,9 @@ _SPENT = "SELECT coalesce(sum(max(nanodollars, 0)), 0) FROM requests"
 
 @dataclass(frozen=True)
 class Question:
-    """``purpose``: ``label`` or a kind of score. ``truth``: what a right answer is, kept for readers. ``parse``: from
-    the text of an answer to what was asked for; ValueError for one that is none."""
+    """A question. ``purpose``: ``label`` or a kind of score. ``truth``: the right answer, kept for readers. ``parse``:
+    converts the text of an answer; raises ValueError for an unusable one.
+    """
 
     purpose: str
     step: int
@@ -53,15 +56,16 @@ class Question:
     truth: str = ""
 
     def key(self, model: str) -> str:
-        """The same for the same question to the same model."""
+        """Returns a key that is the same for the same question to the same model."""
         asked = [self.purpose, self.step, self.site, self.component, model, *self.messages]
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is known of a question. ``answer``: None unless there is a usable one. ``malformed``: answers that were no
-    use."""
+    """What is known about a question. ``answer``: None unless there is a usable one. ``malformed``: the number of
+    unusable answers.
+    """
 
     answer: str | None
     failed: bool
@@ -69,8 +73,9 @@ class Asked:
 
 
 class Ledger:
-    """The requests of one run, for one process at a time: see `open_ledger`. ``cap``, ``spent``: billionths of a
-    dollar; the latter since the file began, requests in flight at their largest cost."""
+    """The requests of one run, used by one process at a time (see `open_ledger`). ``cap``, ``spent``: billionths of a
+    dollar; ``spent`` is since the file was created, with requests in flight at their largest cost.
+    """
 
     def __init__(self, database: sqlite3.Connection, file: Path, cap: int) -> None:
         self._database, self._file, self.cap = database, file, cap
@@ -84,7 +89,7 @@ class Ledger:
         return Asked(answers[-1] if answers else None, "failed" in states, states.count("malformed"))
 
     def reserve(self, question: Question, key: str, endpoint: Endpoint) -> int | None:
-        """Writes a request down before it is sent; its number, or None where it could cost more than is left."""
+        """Records a request before it is sent; returns its number, or None if it could cost more than is left."""
         largest = endpoint.largest_cost(question.messages)
         if self.spent + largest > self.cap:
             return None
@@ -100,7 +105,7 @@ class Ledger:
         return int(number)
 
     def settle(self, number: int, status: Status, reply: Reply, endpoint: Endpoint, largest: int, took: float) -> None:
-        """What came of a request, and what it cost instead of ``largest``."""
+        """Records the result of a request, and its actual cost instead of ``largest``."""
         cost = endpoint.cost(reply, largest)
         self._execute(
             "UPDATE requests SET status = ?, answer = ?, prompt_tokens = ?, completion_tokens = ?, nanodollars = ?, "
@@ -118,8 +123,9 @@ class Ledger:
 
 @contextmanager
 def open_ledger(run_folder: Path, cap: int, console: Console) -> Iterator[Ledger]:
-    """The requests of a run, for this process alone. Raises UserError where another one asks, or the file is damaged,
-    and CannotWrite."""
+    """Opens the requests of a run for this process alone. Raises UserError if another process is asking or the file is
+    damaged, and CannotWrite.
+    """
     folder = run_folder / HARVESTS / FOLDER
     file = folder / FILE
     try:
@@ -128,7 +134,7 @@ def open_ledger(run_folder: Path, cap: int, console: Console) -> Iterator[Ledger
         raise CannotWrite(f"{folder} cannot be written: {error.strerror}") from error
     with only_job(folder, console):
         try:
-            # Each statement is a transaction, on the disk when it returns.
+            # Each statement is a transaction that is on the disk when it returns.
             database = sqlite3.connect(file, timeout=BUSY_S, isolation_level=None)
         except sqlite3.Error as error:
             raise CannotWrite(f"{file} cannot be written: {error}") from error
@@ -143,6 +149,6 @@ def open_ledger(run_folder: Path, cap: int, console: Console) -> Iterator[Ledger
 
 
 def spent_so_far(run_folder: Path) -> int:
-    """Billionths of a dollar."""
+    """Returns what was spent so far, in billionths of a dollar."""
     rows: Sequence[Any] = read_rows(run_folder / HARVESTS / FOLDER / FILE, "requests", _SPENT)
     return int(rows[0][0]) if rows else 0

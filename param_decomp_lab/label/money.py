@@ -1,4 +1,4 @@
-"""What requests cost, in whole billionths of a dollar, so that sums are exact; and the most that one can cost."""
+"""Computes what requests cost, and can cost at most, in integer billionths of a dollar so that sums are exact."""
 
 import math
 from collections.abc import Sequence
@@ -7,30 +7,30 @@ from fractions import Fraction
 
 NANO = 1_000_000_000
 TEMPLATE_TOKENS = 256
-"""Allowance for what a server adds to a prompt: marks between messages, and a system prompt of its own."""
+"""Allowance for what a server adds to a prompt: separators of messages, and its own system prompt."""
 BYTES_PER_TOKEN = 4
-"""Bytes of a token of English text, about: for estimates."""
+"""Approximate bytes per token of English text, for estimates."""
 
 Message = dict[str, str]
-"""``role`` and ``content``."""
+"""A message: ``role`` and ``content``."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """In dollars per million tokens."""
+    """Prices in dollars per million tokens."""
 
     input: float
     output: float
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> int:
-        """In billionths of a dollar, rounded up."""
-        # Dollars per million tokens are thousands of billionths per token.
+        """Returns the cost in billionths of a dollar, rounded up."""
+        # A dollar per million tokens is a thousand billionths per token.
         exact = Fraction(str(self.input)) * prompt_tokens + Fraction(str(self.output)) * completion_tokens
         return math.ceil(exact * 1000)
 
 
 def most_tokens(messages: Sequence[Message]) -> int:
-    """No tokenizer that works on bytes makes more tokens of a prompt than it has bytes."""
+    """Returns the most tokens that a prompt can have: a byte-based tokenizer makes at most one token per byte."""
     return sum(len(message["content"].encode()) for message in messages) + TEMPLATE_TOKENS
 
 

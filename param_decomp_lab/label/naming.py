@@ -1,4 +1,4 @@
-"""Asks a model what a component is: its examples, numbers and tokens, as the harvest has them."""
+"""Asks a model what a component is, showing its examples, numbers and tokens from the harvest."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ TOP_SHOWN = 8
 UNIFORM_SHOWN = 8
 TOKENS_SHOWN = 12
 VALUES_SHOWN = 6
-"""Values of λ that are shown of an example's marked tokens."""
+"""The number of λ values that are shown for an example's marked tokens."""
 LABEL_CHARACTERS = 300
 INSTRUCTIONS = """\
 You describe what a component of a language model's weights does. A component matters at some tokens of a text, \
@@ -33,8 +33,9 @@ Answer with a JSON object and nothing else: {"label": "…"}"""
 
 
 def shown_examples(examples: list[Example]) -> list[Example]:
-    """What the namer sees: the clearest cases, and the first half of the uniform sample, which is in random order. The
-    other half is left to judge the label by."""
+    """Returns what the namer sees: the clearest cases, and the first half of the uniform sample, which is in random
+    order. The other half is kept for judging the label.
+    """
     top = [example for example in examples if example.kind == "top"]
     uniform = [example for example in examples if example.kind == "uniform"]
     return [*top[:TOP_SHOWN], *uniform[: min(UNIFORM_SHOWN, len(uniform) // 2)]]
@@ -49,7 +50,7 @@ def label_question(texts: Texts, component: Component) -> Question:
 
 
 def parse_label(answer: str) -> str:
-    """ValueError for an answer without a label."""
+    """Returns the label in an answer. Raises ValueError for an answer without one."""
     start, stop = answer.find("{"), answer.rfind("}")
     if start < 0:
         raise ValueError("no JSON object")

@@ -1,4 +1,4 @@
-"""The run and the harvest that are labelled."""
+"""Finds the run and the harvest that are labelled."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from param_decomp_lab.label.texts import Texts
 
 @dataclass(frozen=True)
 class LabelledRun:
-    """A run's folder, one of its harvests, and what is kept beside that."""
+    """A run's folder, one of its harvests, and the files kept beside it."""
 
     folder: Path
     texts: Texts
@@ -33,8 +33,9 @@ class LabelledRun:
 
 
 def find_run(folder: Path, step: int | None) -> LabelledRun:
-    """From a run's folder, whose newest harvest (of ``step``) it is then, or from that of a harvest. Raises UserError
-    where there is none, or none of text."""
+    """Opens a run's folder with its newest harvest (of ``step``), or the folder of a harvest. Raises UserError if there
+    is no harvest of text.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give a run that was harvested: pd label RUN")
     folder = folder.resolve()

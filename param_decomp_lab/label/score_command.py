@@ -1,4 +1,4 @@
-"""`pd label --score`: has a model judge labels, and says what came of it."""
+"""`pd label --score`: has a model judge labels, and reports the scores."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,9 @@ from param_decomp_lab.ui.tables import plain_table
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """``kinds``: of scores. ``texts``: of each class, or groups of texts, for each component."""
+    """The options of scoring. ``kinds``: of scores. ``texts``: the number of texts of each class, or of groups of
+    texts, for each component.
+    """
 
     kinds: tuple[Kind, ...]
     texts: int
@@ -32,7 +34,7 @@ class ScoreRequest:
 
 
 def kinds_named(names: Sequence[str]) -> tuple[Kind, ...]:
-    """All kinds of scores for no names. UserError for a name that is none."""
+    """Returns the named kinds of scores; all of them without names. Raises UserError for an unknown name."""
     for name in names:
         if name not in CHANCE:
             raise UserError(f"--kind {name} is not a kind of score; {nearest(name, CHANCE)}")
@@ -41,7 +43,7 @@ def kinds_named(names: Sequence[str]) -> tuple[Kind, ...]:
 
 @dataclass(frozen=True)
 class ScoreJob:
-    """A score that is asked for. ``is_known``: it is there already."""
+    """A requested score. ``is_known``: whether it already exists."""
 
     kind: Kind
     component: Component
@@ -77,7 +79,7 @@ def find_jobs(
 def score(
     run: LabelledRun, endpoint: Endpoint, request: Request, wanted: ScoreRequest, console: Console, stop: Stop
 ) -> Ended:
-    """Scores labels, and prints a table of all that this judge has scored. Raises as `Asker.ask` does."""
+    """Scores labels, and prints a table of everything that this judge has scored. Raises as `Asker.ask` does."""
     draws = Draws(run.texts, wanted.seed, wanted.texts)
     jobs = list(find_jobs(run, endpoint, request, wanted, draws))
     todo = [job for job in jobs if not job.is_known]

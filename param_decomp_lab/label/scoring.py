@@ -1,4 +1,4 @@
-"""From answers of a judge to the scores of components, and of all of them together."""
+"""Computes scores of components, and overall, from a judge's answers."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from param_decomp_lab.label.judging import Answer, Truth
 
 @dataclass
 class Tally:
-    """Right answers and answers of each class, of one component: whether yes is right; intruders are one class."""
+    """Right answers and all answers for one component, by class: whether yes is right. Intruders are one class."""
 
     right: dict[bool, int] = field(default_factory=dict)
     judged: dict[bool, int] = field(default_factory=dict)
@@ -23,7 +23,7 @@ class Tally:
         return sum(self.judged.values()) + self.unanswered
 
     def add(self, truth: Truth, answer: Answer | None) -> None:
-        """``answer``: None where there is no usable one."""
+        """Adds an answer; None if there is no usable one."""
         if answer is None:
             self.unanswered += len(truth) if isinstance(truth, tuple) else 1
         elif isinstance(truth, tuple):
@@ -38,12 +38,13 @@ class Tally:
         self.right[kind] = self.right.get(kind, 0) + right
 
     def score(self, classes: int) -> tuple[float | None, float | None]:
-        """Balanced accuracy, the mean of the shares of right answers in each of the classes, and its standard error;
-        None unless every class has answers."""
+        """Returns the balanced accuracy (the share of right answers, averaged over classes) and its standard error;
+        None unless every class has answers.
+        """
         if len(self.judged) < classes:
             return None, None
         pairs = [(self.right[kind], n) for kind, n in self.judged.items()]
-        # Of few answers that are all right, the plain estimate of the error would be 0.
+        # If a few answers are all right, the plain estimate of the error would be 0.
         smoothed = [((k + 1) / (n + 2), n) for k, n in pairs]
         variance = sum(p * (1 - p) / n for p, n in smoothed) / len(pairs) ** 2
         return sum(k / n for k, n in pairs) / len(pairs), math.sqrt(variance)
@@ -51,8 +52,9 @@ class Tally:
 
 @dataclass(frozen=True)
 class Overall:
-    """A kind of score over all components. ``mean``: of their scores; None without any. ``standard_error``: from how
-    they differ; of one component, its own."""
+    """A kind of score over all components. ``mean``: of their scores; None without scores. ``standard_error``: from
+    their spread; for one component, its own.
+    """
 
     components: int
     mean: float | None

@@ -1,4 +1,4 @@
-"""What labelling and scoring share: a block in which one process asks for a run, and what it prints."""
+"""Shared by labelling and scoring: a block in which one process asks for a run, and its output."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +23,10 @@ Stop = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Request:
-    """``max_cost``: dollars, of all that was ever asked for this run. ``replace``: labels that may be replaced: none,
-    those by models, or people's too. ``retry_failed``: ask again what got no usable answer."""
+    """The options of a session. ``max_cost``: dollars, for everything ever asked for this run. ``replace``: labels that
+    may be replaced: none, those by models, or also people's. ``retry_failed``: whether to repeat questions without a
+    usable answer.
+    """
 
     selection: Selection
     max_cost: float
@@ -38,7 +40,7 @@ class Request:
 
     @property
     def cap(self) -> int:
-        """In billionths of a dollar."""
+        """The cap in billionths of a dollar."""
         return round(self.max_cost * NANO)
 
 
@@ -53,7 +55,7 @@ class Session:
 def open_session(
     run: LabelledRun, endpoint: Endpoint, request: Request, console: Console, stop: Stop
 ) -> Iterator[Session]:
-    """A block in which this process alone asks for a run."""
+    """A block in which only this process asks for a run."""
     with open_ledger(run.folder, request.cap, console) as ledger:
         if ledger.unanswered:
             console.print(
@@ -66,7 +68,7 @@ def open_session(
 
 
 class Progress:
-    """Prints a line now and then."""
+    """Prints a line of progress from time to time."""
 
     def __init__(self, console: Console, ledger: Ledger, total: int, unit: str) -> None:
         self._console, self._ledger, self._total, self._unit = console, ledger, total, unit

@@ -1,4 +1,4 @@
-"""Shows texts of a harvest to a language model: tokens as text, some of them between marks."""
+"""Formats texts of a harvest for a language model: tokens as text, some of them between marks."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Example, Harvest
 
 MARKS = str.maketrans({"«": "\\u00ab", "»": "\\u00bb"})
-"""Within a token, what marks it."""
+"""Escapes the marks where they occur within a token."""
 LEAST_SHOWN = 0.5 / 255
-"""λ of a token in an example is kept in 255ths: what rounds to 0 is not shown as firing."""
+"""λ in an example is stored in 255ths, so values that round to 0 are not shown as firing."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """``tokens``: ids. ``marks``: their places that are marked."""
+    """A text to show. ``tokens``: ids. ``marks``: indices of the marked tokens."""
 
     tokens: tuple[int, ...]
     marks: frozenset[int]
 
 
 class Texts:
-    """Raises UserError for a harvest that is not of text."""
+    """Formats texts of a harvest. Raises UserError for a harvest that is not of text."""
 
     def __init__(self, harvest: Harvest) -> None:
         if harvest.plan.inputs != "tokens" or harvest.vocabulary is None:
@@ -30,7 +30,7 @@ class Texts:
         self.harvest = harvest
 
     def words(self, ids: Sequence[int]) -> list[str]:
-        """The name of each token, without marks of our own."""
+        """Returns the name of each token, with our own marks escaped."""
         return [name.translate(MARKS) for name in self.harvest.names(ids)]
 
     def show(self, text: Text) -> str:
@@ -38,7 +38,7 @@ class Texts:
         return "".join(f"«{word}»" if place in text.marks else word for place, word in enumerate(words))
 
     def window(self, row: int, position: int) -> Text:
-        """A position of the harvest, marked, with what is around it."""
+        """Returns a position of the harvest, marked, with its context."""
         plan = self.harvest.plan
         first, stop = max(0, position - plan.around), min(plan.length, position + plan.around + 1)
         tokens = self.harvest.row(row)[first:stop].tolist()
@@ -46,8 +46,9 @@ class Texts:
 
 
 def firing_places(example: Example, threshold: float) -> list[int]:
-    """Places among the example's tokens at which its component fires, as far as the harvest tells: that of the example
-    itself, and those with λ above the threshold."""
+    """Returns the indices of the example's tokens at which its component is known to fire: that of the example itself,
+    and those with λ above the threshold.
+    """
     least = max(threshold, LEAST_SHOWN)
     here = example.position - example.first
     return [place for place, value in enumerate(example.importances.tolist()) if value > least or place == here]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = ("param_decomp_jax", "param_decomp_aot", "param_decomp_lab", "slurm", "pyproject.toml")
 """Files that are copied and must have no uncommitted changes. Configurations are saved in the run folder instead."""
 NOT_COPIED = ":(exclude)param_decomp_lab/configs"
-"""A link to `configs/`, which would lead nowhere in the copy."""
+"""A link to `configs/`, which would be broken in the copy."""
 CODE, PATCH = "code", "changes.patch"
 
 
@@ -29,7 +29,7 @@ class Code:
 
     @classmethod
     def from_checkout(cls, root: Path = ROOT) -> "Code":
-        """The checkout that contains the running code. UserError if there is none."""
+        """Returns the checkout that contains the running code. Raises UserError if there is none."""
         try:
             top = _git(root, "rev-parse", "--show-toplevel").strip()
         except (UserError, FileNotFoundError) as error:
@@ -90,7 +90,7 @@ class Code:
 
 
 def _git(root: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
-    """The output of a git command. UserError with git's message if it fails."""
+    """Returns the output of a git command. Raises a UserError with git's message if it fails."""
     done = subprocess.run(
         ["git", "-C", str(root), *arguments], env=environment, capture_output=True, text=True,
         errors="replace", check=False,

@@ -51,7 +51,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run to launch. ``folder``: absolute path. ``exists``: the folder exists and the run is resumed."""
+    """A run to launch. ``folder``: absolute path. ``exists``: whether the folder exists, so that the run is resumed."""
 
     config: RunConfig
     folder: Path
@@ -65,9 +65,9 @@ class PlannedRun:
 def launch_job(request: Launch, job: SlurmJob, console: Console, *, probe: bool, anyway: bool, dry: bool) -> int:
     """Submits the runs as one job and returns the exit status.
 
-    ``anyway``: submit whatever the probe finds. ``dry``: only print the batch script.
+    ``anyway``: submits regardless of the probe. ``dry``: only prints the batch script.
 
-    UserError, before anything is written, for invalid requests; CannotTell if the probe fails.
+    Raises UserError, before anything is written, for invalid requests, and CannotTell if the probe fails.
     """
     runs, code = _plan_runs(request, console), _code(request)
     layout = _common_layout(
@@ -117,7 +117,7 @@ def launch_job(request: Launch, job: SlurmJob, console: Console, *, probe: bool,
 def launch_here(request: Launch, console: Console, *, dry: bool) -> int:
     """Executes the runs on this machine, one after the other.
 
-    Returns the exit status of the first that failed, 75 after a signal to stop. UserError, before anything is
+    Returns the exit status of the first that failed, 75 after a signal to stop. Raises UserError, before anything is
     written, for invalid requests.
     """
     runs, code = _plan_runs(request, console), _code(request)
@@ -153,7 +153,7 @@ def prepare(request: Launch, console: Console) -> int:
 
 
 def _plan_runs(request: Launch, console: Console) -> list[PlannedRun]:
-    """The runs of the request, validated; creates nothing."""
+    """Returns the runs of the request, validated; creates nothing."""
     if (request.path / CONFIG_FILE).is_file():
         if request.sets or request.sweeps:
             raise UserError(f"{request.path} is a run, whose configuration is fixed; leave out --set and --sweep")
@@ -177,7 +177,7 @@ def _plan_runs(request: Launch, console: Console) -> list[PlannedRun]:
 
 
 def _print_warnings(configs: Sequence[RunConfig], console: Console) -> None:
-    """Prints warnings of all runs. UserError if a target is unknown or does not fit its configuration."""
+    """Prints warnings of all runs. Raises UserError if a target is unknown or does not fit its configuration."""
     missing = [line for run in map(ResolvedConfig, configs) for line in (*known_target(run).missing, *check_data(run))]
     print_warnings((line for config in configs for line in config.notes), console)
     print_warnings(missing, console, "not on this machine")
@@ -197,7 +197,7 @@ def _common_layout(layouts: Sequence[JobLayout]) -> JobLayout:
 
 
 def _script_path(runs: Sequence[PlannedRun]) -> Path:
-    """Path of the batch script: in the run folder, or for a sweep in a folder of its own beside the runs."""
+    """Returns the path of the batch script: in the run folder, or for a sweep in a separate folder beside the runs."""
     if len(runs) == 1:
         return runs[0].folder / SCRIPT
     name = "s" + runs[0].folder.name.removeprefix("p")

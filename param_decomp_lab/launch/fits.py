@@ -26,7 +26,7 @@ class PlannedProbe:
 
 
 def all_fit(probes: Sequence[PlannedProbe], layout: JobLayout, gpu: str, console: Console, anyway: bool) -> bool:
-    """Probes every run and prints the results. False if one does not fit (unless ``anyway``).
+    """Probes every run and prints the results. Returns False if one does not fit (unless ``anyway``).
 
     UserError if the probe rejects its arguments, CannotTell if it fails (unless ``anyway``).
     """

@@ -1,8 +1,8 @@
 """Writes the batch script of a Slurm job with submitit, and submits it.
 
 submitit turns options into a script and an array, and parses the job number. It does not run the job: it would start a
-pickled function, and on a signal requeue the job from a handler in the first task, while the others are elsewhere in a
-step. Our tasks agree on a step, save together, and `slurm/start.sh` requeues.
+pickled function, and on a signal it would requeue the job from a handler in the first task, while the others are
+elsewhere in a step. Our tasks agree on a step, save together, and `slurm/start.sh` requeues.
 """
 
 import os
@@ -45,14 +45,14 @@ class SlurmJob:
 
 
 def parse_more(texts: Sequence[str]) -> dict[str, str | None]:
-    """Parses `--sbatch key=value` or `--sbatch key`. UserError for options that `pd launch` sets itself."""
+    """Parses `--sbatch key=value` or `--sbatch key`. Raises UserError for options that `pd launch` sets itself."""
     found: dict[str, str | None] = {}
     for text in texts:
         key, equals, value = text.removeprefix("--").partition("=")
         key = key.strip().replace("_", "-")
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", key):
             raise UserError(f"--sbatch {text!r}: should be a long option of sbatch, such as constraint=h100")
-        # sbatch takes every beginning of an option that only one has, such as --sig, so that is refused alike.
+        # sbatch accepts unambiguous prefixes of options, such as --sig, so these are refused, too.
         managed = key if key in MANAGED else next((option for option in MANAGED if option.startswith(key)), None)
         if managed is not None:
             other = f"; use {MANAGED[managed]}" if MANAGED[managed] else ", since a run that is requeued depends on it"
@@ -63,8 +63,9 @@ def parse_more(texts: Sequence[str]) -> dict[str, str | None]:
 
 
 def script_text(job: SlurmJob, layout: JobLayout, name: str, runs: Sequence[Path], script: Path) -> str:
-    """The batch script that starts ``runs``, as an array if there are several. ``name``: of the job; ``script``: path
-    where it will be saved. UserError for options that a line of the script cannot hold."""
+    """Returns the batch script that starts ``runs``, as an array if there are several. ``name``: of the job;
+    ``script``: path where it will be saved. Raises UserError for options that do not fit on a line of the script.
+    """
     executor = _Script(script.parent)
     here = Path.cwd()
     several = len(runs) > 1
@@ -106,10 +107,10 @@ def script_text(job: SlurmJob, layout: JobLayout, name: str, runs: Sequence[Path
 
 
 def _value(option: str, text: str) -> str:
-    """The value of an option as submitit is to be given it.
+    """Returns the value of an option in the form that submitit needs.
 
-    sbatch reads a backslash as the mark of a literal character, even in the quotes that submitit puts around. UserError
-    for a line's end, which would make the rest a line of its own, and for what is not text.
+    sbatch reads a backslash as an escape, even within the quotes that submitit adds. Raises UserError for a line break,
+    after which a new line of the script would begin, and for a value that is not text.
     """
     bad = next((character for character in text if unicodedata.category(character) in ("Cc", "Cs")), None)
     if bad is not None:
@@ -120,14 +121,15 @@ def _value(option: str, text: str) -> str:
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether Slurm takes the path from an option as it is: it replaces what follows %, and stops doing so where there
-    is a backslash. Other paths are given to the shell instead."""
+    """Whether Slurm takes the path from an option literally: it replaces patterns with %, and stops doing so if there
+    is a backslash. Other paths are passed to the shell instead.
+    """
     return not any(c in "%\\" or unicodedata.category(c) in ("Cc", "Cs") for c in str(folder))
 
 
 def _setup(layout: JobLayout, runs: Sequence[Path], script: Path, here: Path) -> list[str]:
-    """Lines of shell that say which run the job starts, and how."""
-    # Quoted twice: for this script, and for the shell that the command is given to later.
+    """Returns lines of shell that say which run the job starts, and how."""
+    # Quoted twice: for this script, and for the shell that later runs the command.
     quoted = shlex.quote(shlex.quote(str(script)))
     if len(runs) == 1:
         lines = [f"run={shlex.quote(str(runs[0]))}", "export PD_JOB=$SLURM_JOB_ID"]
@@ -147,7 +149,7 @@ def _setup(layout: JobLayout, runs: Sequence[Path], script: Path, here: Path) ->
 
 
 def submit(script: Path) -> str:
-    """Submits a script and returns the job number. UserError if Slurm refuses. Call `check_slurm` first."""
+    """Submits a script and returns the job number. Raises UserError if Slurm refuses. Call `check_slurm` first."""
     environment = sbatch_environment(os.environ, script.read_text())
     done = subprocess.run(
         ["sbatch", str(script)], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -175,7 +177,7 @@ GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORD
 
 
 def without_job_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables of an enclosing Slurm job, which sbatch would read and pass on."""
+    """Returns the environment without the variables of an enclosing Slurm job, which sbatch would read and pass on."""
     gone = GPU_VARIABLES if "SLURM_JOB_ID" in environment else ()
     return {
         name: value
@@ -185,7 +187,9 @@ def without_job_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def sbatch_environment(environment: Mapping[str, str], script: str) -> dict[str, str]:
-    """The environment for sbatch: `without_job_variables`, without defaults that override the script's options."""
+    """Returns the environment for sbatch: `without_job_variables`, without defaults that override
+    the script's options.
+    """
     open_options = {f"SBATCH_{name}" for name in USER_DEFAULTS if f"#SBATCH --{name.lower()}=" not in script}
     return {
         name: value
@@ -195,7 +199,7 @@ def sbatch_environment(environment: Mapping[str, str], script: str) -> dict[str,
 
 
 class _Script(submitit.SlurmExecutor):
-    """Generates the script's text, also on machines without Slurm."""
+    """Generates the script's text, even on machines without Slurm."""
 
     @classmethod
     def affinity(cls) -> int:

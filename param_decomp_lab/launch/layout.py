@@ -37,14 +37,14 @@ class JobLayout:
         return f"{several(self.nodes, 'node')} of {several(self.per_node, 'task')} of {of}"
 
     def shell_variables(self) -> Iterator[tuple[str, str]]:
-        """Names and values of environment variables, in shell syntax; values may refer to inherited ones."""
+        """Yields names and values of environment variables, in shell syntax; values may refer to inherited ones."""
         if self.simulated is not None:
             yield "JAX_PLATFORMS", "cpu"
             yield "XLA_FLAGS", f'"${{XLA_FLAGS:-}} {_flag(self.simulated)}"'
             yield "NPROC", f"${{NPROC:-{_threads(self.simulated)}}}"
 
     def variables(self, inherited: dict[str, str]) -> dict[str, str]:
-        """The same variables, expanded for a process."""
+        """Returns the same variables, expanded for a process."""
         if self.simulated is None:
             return {}
         flags = f"{inherited.get('XLA_FLAGS', '')} {_flag(self.simulated)}"
@@ -56,16 +56,16 @@ class JobLayout:
 
 
 def _flag(devices: int) -> str:
-    return f"--xla_force_host_platform_device_count={devices}"  # the last one counts
+    return f"--xla_force_host_platform_device_count={devices}"  # the last occurrence counts
 
 
 def _threads(devices: int) -> int:
-    """Enough threads for all simulated devices to wait for each other; fewer would deadlock."""
+    """Returns enough threads for all simulated devices to wait for each other; fewer would deadlock."""
     return max(16, 2 * devices)
 
 
 def choose_layout(config: RunConfig, nodes: int | None, per_node: int | None, gpus: bool) -> JobLayout:
-    """The layout for the mesh of ``config``.
+    """Returns the layout for the mesh of ``config``.
 
     UserError unless the mesh uses all GPUs of all nodes, or divides evenly over the CPU tasks.
     """

@@ -23,7 +23,7 @@ GRACE_S = 30.0
 
 
 def local_layout(config: RunConfig, nodes: int | None, per_node: int | None, available: int) -> JobLayout:
-    """One GPU for each process if any are ``available``, else simulated devices.
+    """Returns a layout with one GPU for each process if any are ``available``, else with simulated devices.
 
     UserError for too few GPUs or an unsuitable mesh.
     """
@@ -37,7 +37,9 @@ def local_layout(config: RunConfig, nodes: int | None, per_node: int | None, ava
 
 
 def gpus_here() -> int:
-    """Number of GPUs that JAX would use. Counted in a subprocess, since JAX reserves their memory."""
+    """Returns the number of GPUs that JAX would use. They are counted in a subprocess, since JAX
+    reserves their memory.
+    """
     code = "import jax; print(jax.local_device_count() if jax.default_backend() == 'gpu' else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -46,7 +48,9 @@ def gpus_here() -> int:
 
 
 def commands(run: Path, layout: JobLayout, port: int) -> list[list[str]]:
-    """Commands of the processes of ``run``, using its copy of the code; process 0 listens at ``port``."""
+    """Returns the commands of the processes of ``run``, which use its copy of the code; process 0
+    listens at ``port``.
+    """
     command = ["bash", str(run / CODE / "slurm" / "task.sh"), str(run)]
     if layout.tasks == 1:
         return [[*command, "--processes", "1"]]

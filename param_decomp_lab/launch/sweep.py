@@ -29,8 +29,8 @@ class SweepChoice:
 
 
 def choices(sweeps: Sequence[str], sets: Sequence[str]) -> list[SweepChoice]:
-    """All combinations of the values in ``sweeps`` (``key=a,b,c``), the last key changing fastest; one empty choice
-    without sweeps. ``sets``: assignments that hold for all runs.
+    """Returns all combinations of the values in ``sweeps`` (``key=a,b,c``), the last key changing fastest; one empty
+    choice without sweeps. ``sets``: assignments that hold for all runs.
 
     UserError for invalid syntax and for a key given twice.
     """

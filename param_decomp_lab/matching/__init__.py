@@ -1,1 +1,1 @@
-"""Components of two runs matched one to one: how (`pairs.py`), and what is found (`result.py`). Needs no JAX."""
+"""Matches the components of two runs one to one (`pairs.py`) and holds the results (`result.py`). Needs no JAX."""

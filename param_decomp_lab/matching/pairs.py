@@ -1,4 +1,4 @@
-"""Pairs of components, one of each run, by the cosine of their rank-one matrices."""
+"""Pairs components of two runs by the cosine of their rank-one matrices."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,11 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 
 ASSIGNED = 4096
-"""Components of a run that an assignment takes at most: 4,096 take some seconds and 0.5 GB, however long the vectors.
-With more, those that are nearest to each other are paired."""
+"""The largest number of components per run that is matched by an assignment: 4,096 take a few seconds and 0.5 GB for
+vectors of any length. With more components, mutual nearest neighbours are paired.
+"""
 AT_ONCE = 1 << 23
-"""Cosines, or entries of vectors, that are computed together where there are more."""
+"""The number of cosines, or of entries of vectors, that are computed at once."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,10 @@ class Fired:
 
 @dataclass(frozen=True)
 class MatchedPairs:
-    """Pairs of components, the most similar first (P5). ``one``, ``other``: their numbers among those that fire.
-    ``cos_V``, ``cos_U``: cosines of their V and of their U. ``assigned``: whether the sum of all similarities is as
-    large as it can be; if not, the pairs are components that are nearest to each other."""
+    """Pairs of components, the most similar first (P5). ``one``, ``other``: their indices among the components that
+    fire. ``cos_V``, ``cos_U``: cosines of their V and of their U. ``assigned``: whether the pairs maximize the sum of
+    all similarities; if not, they are mutual nearest neighbours.
+    """
 
     one: Int[np.ndarray, " n"]
     other: Int[np.ndarray, " n"]
@@ -39,13 +41,14 @@ class MatchedPairs:
 
     @property
     def similarity(self) -> Float[np.ndarray, " n"]:
-        """Cosine of the matrices V ⊗ U."""
+        """Returns the cosine of the matrices V ⊗ U of each pair."""
         return self.cos_V * self.cos_U
 
 
 def pairs_of(one: Fired, other: Fired, assigned: bool | None = None) -> MatchedPairs:
-    """P5 of the components of two runs at a site. ``assigned``: whether by an assignment; by default if they are not
-    too many."""
+    """Pairs the components of two runs at a site (P5). ``assigned``: whether by an assignment; by default, if neither
+    run has more than `ASSIGNED`.
+    """
     assigned = max(one.n, other.n) <= ASSIGNED if assigned is None else assigned
     if not one.n or not other.n:
         rows = columns = np.zeros(0, np.int64)
@@ -61,7 +64,7 @@ def pairs_of(one: Fired, other: Fired, assigned: bool | None = None) -> MatchedP
 
 
 def random_like(one: Fired, other: Fired, seed: int = 0) -> tuple[Fired, Fired]:
-    """Random directions, as many as the components of each of two runs, but `ASSIGNED` at most."""
+    """Draws random directions, as many as each run has components, at most `ASSIGNED`."""
     rng = np.random.default_rng(seed)
 
     def random(like: Fired) -> Fired:
@@ -72,12 +75,14 @@ def random_like(one: Fired, other: Fired, seed: int = 0) -> tuple[Fired, Fired]:
 
 
 def all_cosines(one: Fired, other: Fired) -> tuple[Float[np.ndarray, "n m"], Float[np.ndarray, "n m"]]:
-    """Cosines of every V of ``one`` with every V of ``other``, and of every U; 0 for a vector of zeros."""
+    """Returns the cosines of every V of ``one`` with every V of ``other``, and the same for U; 0 for a zero vector."""
     return _every_cosine(one.V.T, other.V.T), _every_cosine(one.U, other.U)
 
 
 def _every_cosine(one: Float[np.ndarray, "n d"], other: Float[np.ndarray, "m d"]) -> Float[np.ndarray, "n m"]:
-    """In float64, some columns at a time: copies of wide matrices would take more than the cosines."""
+    """Computes all cosines in float64, a block of columns at a time: copies of wide matrices would take more memory
+    than the cosines.
+    """
     found, of_one, of_other = np.zeros((len(one), len(other))), np.zeros(len(one)), np.zeros(len(other))
     step = max(1, AT_ONCE // max(found.shape))
     for first in range(0, one.shape[1], step):
@@ -91,20 +96,21 @@ def _every_cosine(one: Float[np.ndarray, "n d"], other: Float[np.ndarray, "m d"]
 
 
 def assignment(cosines: Float[np.ndarray, "n m"]) -> tuple[Int[np.ndarray, " k"], Int[np.ndarray, " k"]]:
-    """Rows and columns, matched one to one so that the sum of their cosines is largest."""
+    """Returns rows and columns matched one to one so that the sum of their cosines is largest."""
     rows, columns = linear_sum_assignment(cosines, maximize=True)
     return rows, columns
 
 
 def unit(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
-    """The rows at length 1, in float64; a row of zeros stays as it is."""
+    """Returns the rows scaled to length 1, in float64; a zero row stays as it is."""
     wide = rows.astype(np.float64)
     return wide / np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), np.finfo(np.float64).tiny)
 
 
 def _nearest_to_each_other(one: Fired, other: Fired) -> tuple[Int[np.ndarray, " k"], Int[np.ndarray, " k"]]:
-    """Pairs of which each is the other's nearest, of equal ones that with the lower number. In float32, a block of
-    ``one`` at a time: a matrix of all cosines would fill the memory."""
+    """Returns mutual nearest neighbours; ties go to the lower index. Computed in float32, a block of ``one`` at a time,
+    because a matrix of all cosines would fill the memory.
+    """
     V, U, of_V, of_U = map(_unit_float32, (one.V.T, one.U, other.V.T, other.U))
     rows = max(1, AT_ONCE // other.n)
     nearest = np.zeros(one.n, np.int64)
@@ -123,7 +129,7 @@ def _nearest_to_each_other(one: Fired, other: Fired) -> tuple[Int[np.ndarray, " 
 
 
 def _unit_float32(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
-    """As `unit`, without an array of float64."""
+    """Like `unit`, but in float32, without a temporary float64 array."""
     found = np.array(rows, np.float32)
     lengths = np.sqrt(np.einsum("nd,nd->n", found, found))
     found /= np.maximum(lengths, np.finfo(np.float32).tiny)[:, None]
@@ -134,7 +140,7 @@ def _cosines(
     one: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " k"], other: Float[np.ndarray, "m d"],
     columns: Int[np.ndarray, " k"],
 ) -> Float[np.ndarray, " k"]:  # fmt: skip
-    """Cosines of row ``rows[i]`` of ``one`` with row ``columns[i]`` of ``other``."""
+    """Returns the cosine of row ``rows[i]`` of ``one`` with row ``columns[i]`` of ``other``, for each i."""
     found, step = np.zeros(len(rows)), max(1, AT_ONCE // one.shape[1])
     for first in range(0, len(rows), step):
         block = slice(first, first + step)

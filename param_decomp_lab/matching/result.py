@@ -1,4 +1,4 @@
-"""Two runs whose components are matched: results by site, and for all sites."""
+"""Results of matching the components of two runs: for each site, and for all sites."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ SITES_SHOWN = 24
 
 @dataclass(frozen=True)
 class MatchedSite:
-    """The components of a site that fire, of two runs, matched one to one (P5). A row each for the pairs, the most
-    similar first.
+    """The components of one site that fire in two runs, matched one to one (P5). Arrays have one entry per pair, the
+    most similar first.
 
-    ``firing``: how many fire in each run. ``one``, ``other``: numbers of the components. ``cos_V``, ``cos_U``: cosines
-    of their V, and of their U. ``jaccard``: of the sampled positions at which either fires, the share at which both do
-    (P6); None where the harvests are not of the same rows. ``random``: similarities of as many random directions (4,096
-    of each run at most), matched one to one. ``assigned``: False where components that are nearest to each other are
-    paired, because there are too many for an assignment.
+    ``firing``: how many components fire in each run. ``one``, ``other``: indices of the components. ``cos_V``,
+    ``cos_U``: cosines of their V, and of their U. ``jaccard``: of the sampled positions at which either fires, the
+    share at which both do (P6); None if the harvests are not of the same rows. ``random``: similarities of the same
+    number of random directions (at most 4,096 for each run), matched one to one. ``assigned``: False if mutual nearest
+    neighbours are paired, because there are too many components for an assignment.
     """
 
     site: str
@@ -44,7 +44,7 @@ class MatchedSite:
         cls, site: str, numbers: tuple[Int[np.ndarray, " n"], Int[np.ndarray, " m"]],
         pairs: MatchedPairs, random: MatchedPairs, jaccard: Float[np.ndarray, " k"] | None,
     ) -> "MatchedSite":  # fmt: skip
-        """``numbers``: of the components that fire in each run, which ``pairs`` counts through."""
+        """``numbers``: the indices of the components that fire in each run, into which ``pairs`` points."""
         one, other = numbers
         return cls(
             site, (len(one), len(other)), one[pairs.one], other[pairs.other], pairs.cos_V, pairs.cos_U, jaccard,
@@ -53,28 +53,29 @@ class MatchedSite:
 
     @property
     def turned(self) -> "MatchedSite":
-        """The same from the other run's side."""
+        """Returns the same match with the two runs exchanged."""
         return replace(self, firing=self.firing[::-1], one=self.other, other=self.one)
 
     @property
     def similarity(self) -> Float[np.ndarray, " n"]:
-        """Cosine of the matrices V ⊗ U of each pair: that of the V times that of the U."""
+        """Returns the cosine of the matrices V ⊗ U of each pair: the cosine of the V times that of the U."""
         return self.cos_V * self.cos_U
 
     @property
     def flipped(self) -> np.ndarray:
-        """Whether the V of one component of each pair points the other way, so that their activations have opposite
-        signs."""
+        """Whether the two V of each pair point in opposite directions, so that the activations have opposite signs."""
         found: np.ndarray = self.cos_V < 0
         return found
 
     @property
     def most(self) -> int:
-        """How many can be matched: the smaller number of components that fire."""
+        """The number of components that can be matched: the smaller of the two numbers that fire."""
         return min(self.firing)
 
     def share(self, above: float = NEAR) -> float:
-        """The share of the components that can be matched with a similarity above ``above``; NaN if none fire."""
+        """Returns the share of the components that can be matched whose pair has a similarity above ``above``; NaN if
+        none fire.
+        """
         return _share(self.similarity, above, self.most)
 
     def random_share(self, above: float = NEAR) -> float:
@@ -83,7 +84,7 @@ class MatchedSite:
 
     @property
     def mean(self) -> float:
-        """Mean similarity of the pairs; NaN without any."""
+        """The mean similarity of the pairs; NaN without pairs."""
         return _mean(self.similarity)
 
     @property
@@ -93,8 +94,9 @@ class MatchedSite:
 
     @property
     def table(self) -> pa.Table:
-        """The pairs, the most similar first: ``component``, ``other``, ``similarity``, ``cos_V``, ``cos_U``,
-        ``flipped``, ``jaccard`` (null where the harvests are not of the same rows)."""
+        """Returns the pairs, the most similar first, with columns ``component``, ``other``, ``similarity``, ``cos_V``,
+        ``cos_U``, ``flipped``, ``jaccard`` (null if the harvests are not of the same rows).
+        """
         n = len(self.one)
         jaccard = pa.nulls(n, pa.float64()) if self.jaccard is None else pa.array(self.jaccard, pa.float64())
         return pa.table(
@@ -106,7 +108,7 @@ class MatchedSite:
         )  # fmt: skip
 
     def pair_of(self, component: int) -> int | None:
-        """The place among the pairs of a component of the first run; None if it is in none."""
+        """Returns the index of the pair with a component of the first run; None if it is in no pair."""
         found = np.flatnonzero(self.one == component)
         return int(found[0]) if len(found) else None
 
@@ -120,8 +122,10 @@ class MatchedSite:
 @dataclass(frozen=True)
 class MatchedRuns:
     """The components of two runs, matched site by site (P5). ``one``, ``other``: the runs' ids, with their steps.
-    ``sites``: by name, those that both have. ``missing``: those that only the first has, and only the other.
-    ``same_rows``: whether both harvests are of the same rows, so that pairs have a firing overlap."""
+    ``sites``: the sites that both have, by name. ``missing``: the sites that only the first has, and those that only
+    the other has. ``same_rows``: whether both harvests are of the same rows, so that the firing overlap of pairs is
+    known.
+    """
 
     one: str
     other: str
@@ -131,9 +135,11 @@ class MatchedRuns:
 
     @property
     def table(self) -> pa.Table:
-        """A row for each site: ``site``, ``firing`` and ``firing_other`` (components that fire in each run), ``pairs``,
-        ``above_0.9``, ``above_0.5`` (shares of those that can be matched), ``mean``, the same of random directions as
-        ``random_…``, and ``jaccard``, a mean over the pairs (null where the harvests are not of the same rows)."""
+        """Returns a row for each site, with columns ``site``, ``firing`` and ``firing_other`` (components that fire in
+        each run), ``pairs``, ``above_0.9``, ``above_0.5`` (shares of the components that can be matched), ``mean``, the
+        same for random directions as ``random_…``, and ``jaccard``, the mean over the pairs (null if the harvests are
+        not of the same rows).
+        """
         rows = [
             {
                 "site": found.site, "firing": found.firing[0], "firing_other": found.firing[1], "pairs": len(found.one),

@@ -1,4 +1,4 @@
-"""The metrics of an evaluation that are not losses: a file for each, with the shared files that they are written with.
+"""The metrics of an evaluation that are not losses: a file for each, and the files that they share.
 
 `METRICS` has all of them. Their numbers and figures come in the order of these imports.
 """

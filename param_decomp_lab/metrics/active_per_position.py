@@ -29,7 +29,9 @@ class CIActiveCountsPerPosition(Metric):
         return f"figure, λ > {', '.join(f'{threshold:g}' for threshold in THRESHOLDS)}, over all sites"
 
     def measure(self, batch: Batch) -> Float[Array, "T thresholds"]:
-        """The number of components with λ above each of `THRESHOLDS`, summed over all sites, mean over the rows."""
+        """Returns the number of components with λ above each of `THRESHOLDS`, summed over all sites and averaged over
+        the rows.
+        """
         import jax.numpy as jnp
 
         from param_decomp_jax.ci import per_position

@@ -9,7 +9,7 @@ from param_decomp_lab.metrics.rows_shown import RowsShown
 from param_decomp_lab.schema.mistakes import Wrong
 from param_decomp_lab.schema.strict import Strict
 
-if TYPE_CHECKING:  # a configuration is read without JAX and matplotlib
+if TYPE_CHECKING:  # configurations are read without JAX and matplotlib
     from matplotlib.figure import Figure
 
     from param_decomp_jax.method.losses import Term
@@ -28,22 +28,22 @@ class Metric(Strict):
     needs: ClassVar[Literal["text", "features"] | None] = None
     """The inputs of the targets that it can evaluate: a language model's text, or a toy's features. None: both."""
     slow: ClassVar[bool] = False
-    """Whether `measure` and `row` are asked at the interval of figures only."""
+    """Whether `measure` and `row` are called only at the interval of figures."""
     usual: ClassVar[Mapping[str, Any]] = {}
-    """The keys besides `type` where `pd eval --metric` gives the type only and the run does not configure it."""
+    """The keys besides `type` that `pd eval --metric` uses if the run does not configure the metric."""
     meanings: ClassVar[Mapping[str, str]] = {}
-    """What its numbers are, in the words of the report, by the beginnings of their keys."""
+    """What its numbers are, in the words of the report, by prefixes of their keys."""
     titles: ClassVar[Mapping[str, str]] = {}
     """The titles of its figures, by name."""
 
     # ---- what is checked before a run ----
 
     def describe(self) -> str:
-        """What `pd check` says of it."""
+        """Returns what `pd check` says about it."""
         return ""
 
     def logs_the_same(self, other: Self) -> bool:
-        """Whether it logs the keys of another metric of its type, beside which it is then refused."""
+        """Whether it logs the same keys as another metric of its type, in which case both together are refused."""
         return True
 
     def patterns(self) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -57,51 +57,54 @@ class Metric(Strict):
     # ---- numbers ----
 
     def term(self) -> Term | None:
-        """A term that is measured beside the losses, and logged as `eval/loss/<name>` with its name."""
+        """Returns a term that is measured with the losses, and logged as `eval/loss/<name>` with its name."""
         return None
 
     def measure(self, batch: Batch) -> Any:
-        """A tree of arrays, whose means over the batches `row` gets. Traced into the one program of an evaluation, or
-        of what is `slow`."""
+        """Returns a tree of arrays, whose means over the batches are passed to `row`. Traced into the program of an
+        evaluation, or of its `slow` part.
+        """
         return None
 
     @classmethod
     def measure_all(cls, metrics: Sequence[Self], batch: Batch) -> list[Any]:
-        """`measure` of each of the configured metrics of this type, which may share work."""
+        """Returns `measure` of each configured metric of this type, which may share work."""
         return [metric.measure(batch) for metric in metrics]
 
     def row(self, means: Any, snapshot: Snapshot) -> dict[str, float]:
-        """Its numbers by key (`eval/…`). ``means``: what `measure` gave, as NumPy arrays. Every process calls it."""
+        """Returns its numbers by key (`eval/…`). ``means``: averages of what `measure` returned, as NumPy arrays. Every
+        process calls it.
+        """
         return {}
 
     # ---- figures ----
 
     @property
     def histogram_batches(self) -> int | None:
-        """How many batches the histograms of `Snapshot.statistics` are to have; None for all."""
+        """Returns how many batches the histograms of `Snapshot.statistics` use; None for all."""
         return None
 
     @property
     def density_threshold(self) -> float | None:
-        """The λ above which a component is active in the densities of `Snapshot.statistics`; None for any."""
+        """Returns the λ above which a component is active in the densities of `Snapshot.statistics`; None for any."""
         return None
 
     @property
     def rows_shown(self) -> RowsShown | None:
-        """How much of the first batch `Snapshot.rows` is to have; None for a metric that does not read it."""
+        """Returns how much of the first batch `Snapshot.rows` has; None for a metric that does not read it."""
         return None
 
     def site_notes(self, snapshot: Snapshot) -> dict[str, str]:
-        """What figures of other metrics say of single sites, by site."""
+        """Returns what the figures of other metrics say about single sites, by site."""
         return {}
 
     def figures(self, means: Any, snapshot: Snapshot) -> dict[str, "Figure"]:
-        """Its figures by name. ``means``: as of `row`. Every process calls it."""
+        """Returns its figures by name. ``means``: as in `row`. Every process calls it."""
         return {}
 
 
 METRICS: dict[str, type[Metric]] = {}
 """Every metric that is not a loss, by the `type` that configurations have, in the order of their numbers and figures.
 
-A class becomes one of them by ``@registered(METRICS)``.
+``@registered(METRICS)`` adds a class.
 """

@@ -1,4 +1,4 @@
-"""What a metric measures on: a batch of an evaluation, as its jitted program sees it."""
+"""The batch on which a metric measures, as its jitted program sees it."""
 
 from dataclasses import dataclass
 from zlib import crc32
@@ -14,12 +14,13 @@ from param_decomp_jax.method.masks import Stochastic
 class Batch(DecomposedBatch):
     """A batch of an evaluation.
 
-    ``sampling``: how the run draws stochastic masks. ``metrics_key``: the one random key of all metrics on this batch.
+    ``sampling``: how the run draws stochastic masks. ``metrics_key``: the single random key of all metrics on this
+    batch.
     """
 
     sampling: Stochastic
     metrics_key: PRNGKeyArray
 
     def key(self, name: str) -> PRNGKeyArray:
-        """A random key of the metric's own."""
+        """Returns a random key for one metric."""
         return jax.random.fold_in(self.metrics_key, crc32(name.encode()))

@@ -28,7 +28,7 @@ MASKINGS = {
     "random_masked": "everything scaled at random",
     "zero_masked": "every component off",
 }
-"""The maskings in the order of the table, in words."""
+"""The maskings in the order of the table, with descriptions."""
 
 MEASURES = ("kl", "ce_difference", "ce_unrecovered")
 """The numbers that are logged for each masking."""
@@ -58,7 +58,7 @@ class CEandKLLosses(Metric):
         return ce_and_kl(batch.target, batch, batch.metrics_key, batch.sampling, self.rounding_threshold)
 
     def row(self, means: Any, snapshot: Snapshot) -> dict[str, float]:
-        """KLs, CE differences, and the share of CE not recovered."""
+        """Returns KLs, CE differences, and the share of CE not recovered."""
         means = {name: float(value) for name, value in means.items()}
         target, zero = means["ce_target"], means["ce_zero_masked"]
         row = {"eval/ce_kl/ce_target": target}
@@ -66,7 +66,7 @@ class CEandKLLosses(Metric):
             lost = means[f"ce_{masking}"] - target
             row[f"eval/ce_kl/kl_{masking}"] = means[f"kl_{masking}"]
             row[f"eval/ce_kl/ce_difference_{masking}"] = lost
-            # A target that zero masking does not hurt has nothing to recover.
+            # If zero masking does not hurt a target, there is nothing to recover.
             row[f"eval/ce_kl/ce_unrecovered_{masking}"] = lost / (zero - target) if zero != target else float("nan")
         return row
 
@@ -78,9 +78,10 @@ def ce_and_kl(
     sampling: Stochastic,
     rounding_threshold: float,
 ) -> dict[str, Float[Array, ""]]:
-    """``kl_<masking>`` against the clean output over all positions, and ``ce_<masking>``, ``ce_target``, of one batch.
+    """Computes ``kl_<masking>`` against the clean output over all positions, and ``ce_<masking>`` and ``ce_target``,
+    for one batch.
 
-    All maskings but ``stoch_masked`` have the delta path off.
+    All maskings except ``stoch_masked`` leave out Δ.
     """
     import jax
     import jax.numpy as jnp
@@ -115,10 +116,9 @@ def ce_and_kl(
 def kl_and_ce(
     target: Decoder, clean_pass: CleanPass, hidden: "Float[Array, 'B T d']"
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The mean KL from the clean prediction over all positions, and the mean cross-entropy of the next token over
-    positions 0 … T − 2, both in nats, for the prediction from ``hidden``.
-
-    Logits of as many tokens at a time as in a training step, both passes'.
+    """Returns the mean KL from the clean prediction over all positions, and the mean cross-entropy of the next token
+    over positions 0 … T − 2, both in nats, for the prediction from ``hidden``. Computes the logits of both passes for
+    as many tokens at a time as a training step does.
     """
     import jax
     import jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""The ground truth of toy models (section 11): have the components found the features?
+"""Compares components with the ground truth of toy models (section 11).
 
-Causal importances come as a matrix ``[features, C]``: row j is λ of one site while feature j alone is on. Everything
-here is NumPy on the host, and nothing depends on the order in which a site keeps its components.
+Causal importances come as a matrix ``[features, C]``: row j is λ of one site while feature j alone is on. All
+computations are in NumPy on the host, and do not depend on the order of a site's components.
 """
 
 import math
@@ -20,8 +20,9 @@ DEAD_BELOW = 0.01
 """Section 11: a version shorter than this share of the feature's vector is left out."""
 
 TIE = 1e-9
-"""Between matchings of equal total the one with fewer errors is taken: each error weighs this much. Over 100 features
-it cannot outweigh a difference of 2e-7 in the total, about the last bit of one fp32 importance."""
+"""The weight of an error, so that of matchings with equal totals the one with fewer errors is chosen. Over 100
+features, errors cannot outweigh a difference of 2e-7 in the total, about the last bit of one fp32 importance.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Matching:
     """The matching of components to features with the greatest total importance.
 
     Feature ``features[i]`` (ascending) has component ``components[i]``; there are min(features, C) pairs, so a site
-    with fewer components than features leaves features out. ``columns`` is every component once: the matched ones in
-    the order of their features, then the rest by decreasing total importance.
+    with fewer components than features leaves features out. ``columns`` has every component once: the matched ones in
+    the order of their features, then the others by decreasing total importance.
     """
 
     features: Integer[np.ndarray, "pairs"]
@@ -39,8 +40,8 @@ class Matching:
 
 
 def match_components(importances: Float[np.ndarray, "features C"]) -> Matching:
-    """The Hungarian matching of section 11; ties in the total go to the matching with fewer errors."""
-    from scipy.optimize import linear_sum_assignment  # half a second of every start, for what only toys ask
+    """Returns the Hungarian matching of section 11; ties in the total go to the matching with fewer errors."""
+    from scipy.optimize import linear_sum_assignment  # half a second at every start, needed only for toys
 
     assert np.isfinite(importances).all(), "importances are numbers (N3)"
     fewer_errors = (importances > OFF_ABOVE).astype(np.float64) + ~(importances < ON_BELOW)
@@ -50,13 +51,14 @@ def match_components(importances: Float[np.ndarray, "features C"]) -> Matching:
 
 
 def identity_ci_error(importances: Float[np.ndarray, "features C"], n_features: int) -> int:
-    """Errors of the ``identity`` pattern of section 11: every feature has a component of its own. 0 is perfect.
+    """Counts errors of the ``identity`` pattern of section 11, in which every feature has its own component. 0 is
+    perfect.
 
-    After matching, entries > 0.1 off the diagonal plus entries < 0.9 on it. A component that no feature is matched to
-    lies off the diagonal in every row: it should be off always. A feature without a component (C < ``n_features``) has
-    0 on its diagonal and is one error, as if the site had further components that are never on.
+    After matching, entries > 0.1 off the diagonal plus entries < 0.9 on it. A component without a matched feature is
+    off the diagonal in every row: it should always be off. A feature without a component (C < ``n_features``) has 0 on
+    its diagonal and is one error, as if the site had further components that are never on.
 
-    ``n_features`` is what the configuration says; that the probe has as many rows is for the caller to check.
+    ``n_features``: as in the configuration; the caller must check that the probe has this many rows.
     """
     assert len(importances) == n_features, f"{len(importances)} features were probed, the pattern has {n_features}"
     matching = match_components(importances)
@@ -68,10 +70,12 @@ def identity_ci_error(importances: Float[np.ndarray, "features C"], n_features: 
 
 
 def dense_ci_error(importances: Float[np.ndarray, "features C"], k: int) -> int:
-    """Errors of the ``dense`` pattern of section 11: ``k`` components are used, by any features. 0 is perfect.
+    """Counts errors of the ``dense`` pattern of section 11, in which ``k`` components are used, by any features. 0 is
+    perfect.
 
-    With the columns by decreasing total: those of the first k without an entry >= 0.9, plus all entries > 0.1 in the
-    rest. If k > C, each of the k - C components that do not exist is an error like one that is never on.
+    With columns sorted by decreasing total, errors are those of the first k columns without an entry >= 0.9, plus all
+    entries > 0.1 in the other columns. If k > C, each of the k - C missing components is an error, like one that is
+    never on.
     """
     by_total = importances[:, dense_columns(importances)]
     unused = (by_total[:, :k].max(axis=0, initial=0) < ON_BELOW).sum()
@@ -80,9 +84,11 @@ def dense_ci_error(importances: Float[np.ndarray, "features C"], k: int) -> int:
 
 
 def dense_columns(importances: Float[np.ndarray, "features C"]) -> Integer[np.ndarray, "C"]:
-    """Components by decreasing total importance; of equal ones first that with more to count if it were not used."""
+    """Returns components by decreasing total importance; ties go to the one that would have more errors if it were not
+    used.
+    """
     assert np.isfinite(importances).all(), "importances are numbers (N3)"
-    # Added without rounding: in another order of features another last bit would undo ties.
+    # Added without rounding, because another order of features could change the last bit and break ties.
     totals = np.array([math.fsum(column) for column in importances.T])
     counted_in_the_rest = (importances > OFF_ABOVE).sum(axis=0)
     counted_in_front = importances.max(axis=0) < ON_BELOW
@@ -91,7 +97,7 @@ def dense_columns(importances: Float[np.ndarray, "features C"]) -> Integer[np.nd
 
 @dataclass(frozen=True)
 class BestVersions:
-    """For each feature j the component whose version ``V[j, c] U[c, :]`` of it points most nearly along ``W[j, :]``.
+    """The component, for each feature j, whose version ``V[j, c] U[c, :]`` of it points most nearly along ``W[j, :]``.
 
     ``component``: its number; −1 if every version is too short to count. ``cosine``: between the two. ``norm_ratio``:
     length of the version over that of ``W[j, :]``. Both are 0 without a component, and NaN for a feature that the
@@ -106,12 +112,12 @@ class BestVersions:
 def best_versions(
     W: Float[np.ndarray, "n h"], V: Float[np.ndarray, "n C"], U: Float[np.ndarray, "C h"]
 ) -> BestVersions:
-    """The best component of every feature of a TMS by cosine (section 11)."""
+    """Returns the best component of every feature of a TMS by cosine (section 11)."""
     W, V, U = (np.asarray(matrix, dtype=np.float64) for matrix in (W, V, U))
     lengths = np.abs(V) * np.linalg.norm(U, axis=1)
     target_lengths = np.linalg.norm(W, axis=1)
     represented = target_lengths > 0
-    # What W does not represent has no length to compare with: its versions count as dead, and are NaN below.
+    # A feature that W does not represent has no length to compare with. Its versions count as dead, and are NaN below.
     counts = (lengths >= DEAD_BELOW * target_lengths[:, None]) & represented[:, None]
     products = lengths * target_lengths[:, None]
     cosines = np.divide(V * (W @ U.T), products, out=np.full_like(V, -np.inf), where=counts)
@@ -127,7 +133,7 @@ def best_versions(
 def mmcs_and_ml2r(
     W: Float[np.ndarray, "n h"], V: Float[np.ndarray, "n C"], U: Float[np.ndarray, "C h"]
 ) -> tuple[float, float]:
-    """Mean max cosine similarity and mean L2 ratio of a TMS's ``linear1`` (section 11); both are 1 at best.
+    """Returns the mean max cosine similarity and mean L2 ratio of a TMS's ``linear1`` (section 11); both are 1 at best.
 
     The means leave out a feature that the target does not represent at all (``W[j, :]`` exactly zero).
     """

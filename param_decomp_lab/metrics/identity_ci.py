@@ -1,4 +1,4 @@
-"""`eval/identity_ci_error/<site>`: how far a toy's importances are from the pattern that is expected of them."""
+"""`eval/identity_ci_error/<site>`: how far a toy's importances are from their expected pattern."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""λ of each site's most important components at the first positions of the evaluation's rows."""
+"""Reads λ of each site's most important components at the first positions of the evaluation's rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from param_decomp_lab.schema.site_names import of_all_experts
 
 
 class SiteRows(NamedTuple):
-    """``components``: numbers, by decreasing mean λ. ``importances``: their λ."""
+    """The rows of one site. ``components``: their numbers, by decreasing mean λ. ``importances``: their λ."""
 
     components: Int[np.ndarray, "n"]
     importances: Float[np.ndarray, "rows T n"]
@@ -34,7 +34,7 @@ class SiteRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ImportanceRows:
-    """``tokens``: what is read at each position. ``sites``: by name."""
+    """The rows of all sites. ``tokens``: the input at each position. ``sites``: by name."""
 
     tokens: Int[np.ndarray, "rows T"]
     sites: dict[str, SiteRows]
@@ -43,7 +43,7 @@ class ImportanceRows:
 def most_important(
     sites: Sites, means: Mapping[str, Float[np.ndarray, "C"]], n: int
 ) -> tuple[dict[str, Int[np.ndarray, "n"]], dict[str, Int[np.ndarray, "layers n"]]]:
-    """The at most ``n`` components of largest mean λ of each site, in that order: by site, and by stack."""
+    """Returns at most ``n`` components of each site with the largest mean λ, in that order: by site, and by stack."""
     chosen = {name: np.argsort(-mean, kind="stable")[:n].astype(np.int32) for name, mean in means.items()}
     return chosen, {s.name: s.lay_out(np.stack([chosen[sites.all[i].name] for i in s.sites])) for s in sites.stacks}
 
@@ -58,7 +58,7 @@ class RowReader:
         )
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of the numbers that the program is given, by stack."""
+        """Returns the shapes of the component numbers that the program takes, by stack."""
         none = {site.name: np.zeros(site.C) for site in self._sites.all}
         _, by_stack = most_important(self._sites, none, self._shown.n_components)
         return {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._whole) for k, x in by_stack.items()}
@@ -71,7 +71,7 @@ class RowReader:
     def read(
         self, learned: Learned, weights: Weights, inputs: Array, means: Mapping[str, Float[np.ndarray, "C"]]
     ) -> ImportanceRows:
-        """``means``: mean λ of every component, by site."""
+        """Reads the rows. ``means``: mean λ of every component, by site."""
         chosen, by_stack = most_important(self._sites, means, self._shown.n_components)
         tokens, found = jax.device_get(self.program(learned, weights, inputs, by_stack))
         importances = self._sites.unstack(found)
@@ -94,7 +94,7 @@ def _read(
 
 
 def _pooled(rows: dict[str, SiteRows], n: int) -> dict[str, SiteRows]:
-    """The experts of a layer together, by kind, each with the components of largest λ in these rows."""
+    """Pools the experts of a layer by kind, each pool with the components of largest λ in these rows."""
     members: dict[str, list[SiteRows]] = {}
     for name, own in rows.items():
         members.setdefault(of_all_experts(name), []).append(own)

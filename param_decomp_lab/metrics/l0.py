@@ -47,7 +47,9 @@ class CI_L0(Metric):
 
     @classmethod
     def measure_all(cls, metrics: Sequence[Self], batch: Batch) -> list[Any]:
-        """All thresholds in one pass; the shares of the experts, which have no threshold, with the last."""
+        """Measures all thresholds in one pass; the shares of the experts, which have no threshold, are with the last
+        one.
+        """
         thresholds = [metric.ci_alive_threshold for metric in metrics]
         found, routed = mean_l0(batch, thresholds), routed_shares(batch)
         return [*({"l0": l0, "routed": {}} for l0 in found[:-1]), {"l0": found[-1], "routed": routed}]
@@ -66,7 +68,7 @@ class CI_L0(Metric):
 
 
 def mean_l0(batch: Batch, thresholds: Sequence[float]) -> list[dict[str, Float[Array, "*lead"]]]:
-    """For each threshold, by stack and layer: mean number of components with λ above it, per position."""
+    """Returns, for each threshold, the mean number of components with λ above it per position, by stack and layer."""
     import jax.numpy as jnp
 
     from param_decomp_jax.ci import per_component
@@ -80,7 +82,7 @@ def mean_l0(batch: Batch, thresholds: Sequence[float]) -> list[dict[str, Float[A
 
 
 def routed_shares(batch: Batch) -> dict[str, Float[Array, "layers experts"]]:
-    """By stack, of the stacks of experts alone: the share of the positions that take each expert (X3)."""
+    """Returns, for stacks of experts only, the share of the positions that take each expert (X3), by stack."""
     import jax
     import jax.numpy as jnp
 

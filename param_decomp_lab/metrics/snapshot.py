@@ -1,4 +1,4 @@
-"""What a metric looks at after the batches: a state of the run."""
+"""Gives metrics a state of the run after the batches."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -13,11 +13,11 @@ from param_decomp_lab.metrics.toy_probe import Probed
 
 
 class Snapshot:
-    """A state of the run. What is asked for is computed on the devices, once, so every process must ask for the same.
+    """A state of the run. Properties are computed on the devices, once, so every process must access the same ones.
 
-    ``compute_statistics``, ``site_notes``, ``read_rows``: make `statistics`, `notes` and `rows`, the last from the
-    statistics of every site. ``probed``: None if the target reads text. ``token_names``: of tokens ``[rows,
-    T]``; None without a tokenizer.
+    ``compute_statistics``, ``site_notes``, ``read_rows``: compute `statistics`, `notes` and `rows`, the last from the
+    statistics of every site. ``probed``: None if the target reads text. ``token_names``: of tokens ``[rows, T]``; None
+    without a tokenizer.
     """
 
     def __init__(
@@ -39,22 +39,22 @@ class Snapshot:
 
     @cached_property
     def statistics(self) -> Statistics:
-        """Histograms, means and densities of λ over the batches of the evaluation, as figures show them."""
+        """Returns histograms, means and densities of λ over the batches of the evaluation, as figures show them."""
         return self._of_every_site.pooled()
 
     @cached_property
     def rows(self) -> ImportanceRows:
-        """λ at the first positions of the first batch; of a metric that says how many (`Metric.rows_shown`)."""
+        """λ at the first positions of the first batch; only for a metric that says how many (`Metric.rows_shown`)."""
         assert self._read_rows is not None, "no metric says how many rows it shows"
         return self._read_rows(self._of_every_site)
 
     @property
     def probed(self) -> Probed:
-        """A toy with one feature on at a time; of a metric that `needs` features."""
+        """A toy with one feature on at a time; only for a metric that `needs` features."""
         assert self._probed is not None, "the target has no features"
         return self._probed
 
     @cached_property
     def notes(self) -> dict[str, str]:
-        """What the configured metrics say of single sites, by site."""
+        """What the configured metrics say about single sites, by site."""
         return self._site_notes(self)

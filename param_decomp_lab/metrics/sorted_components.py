@@ -1,4 +1,4 @@
-"""What the figures of a toy's components share: they sort the components by the features that need them."""
+"""The shared base of figures of a toy's components, which sort the components by the features that need them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SortedComponents(Metric):
         yield from ((f"dense_patterns.{n}", (pattern,)) for n, pattern in enumerate(self.dense_patterns or ()))
 
     def _orders(self, snapshot: Snapshot) -> dict[str, Int[ndarray, " C"]]:
-        """All components of each site, sorted."""
+        """Returns all components of each site, sorted."""
         from param_decomp_lab.metrics.ground_truth import dense_columns, match_components
 
         probed = snapshot.probed

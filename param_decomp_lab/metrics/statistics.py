@@ -1,4 +1,4 @@
-"""What causal importances look like over batches: histograms, means, densities."""
+"""Computes statistics of causal importances over batches: histograms, means, densities."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +15,16 @@ from param_decomp_lab.schema.site_names import of_all_experts
 
 BINS = 100
 MANY_SITES = 128
-"""With more sites than this, `Statistics.pooled` takes the experts of a layer together."""
+"""With more sites than this, `Statistics.pooled` pools the experts of a layer."""
 
 
 def batch_statistics(
     batch: DecomposedBatch, threshold: float
 ) -> dict[str, tuple[Float[Array, "*lead bins"], Float[Array, "*lead C"], Float[Array, "*lead C"]]]:
-    """By stack: histogram of λ over [0, 1], mean λ per component, share of positions with λ above the threshold.
+    """Returns, by stack, a histogram of λ over [0, 1], mean λ for each component, and the share of positions with λ
+    above the threshold.
 
-    Of experts, the histogram is over the positions that they are taken at; at the others λ is 0 (X4).
+    For experts, the histogram is over the positions that take them; at the others λ is 0 (X4).
     """
 
     def of_components(logits: Float[Array, "*n C"], over: OverPositions) -> tuple[Array, Array, Array]:
@@ -33,7 +34,7 @@ def batch_statistics(
         return over.counts(bins, BINS), over.sum(lower) / batch.n_positions, density
 
     found = per_component(batch.reader, batch.components, batch.target.sites, batch.target.memory, of_components)
-    # One row of an 8B has more entries than an int32 counts.
+    # One row of an 8B model has more entries than an int32 can count.
     return {name: (jnp.sum(counts, axis=-2, dtype=jnp.float32), *rest) for name, (counts, *rest) in found.items()}
 
 
@@ -47,7 +48,9 @@ class Statistics:
 
     @classmethod
     def over(cls, sites: Sites, batches: list[Any], n_histogram: int | None = None) -> "Statistics":
-        """From the host copies of one `batch_statistics` per batch; histograms of the first ``n_histogram`` (all)."""
+        """Combines host copies of one `batch_statistics` for each batch; histograms use the first ``n_histogram``
+        (default: all).
+        """
         names = [site.name for site in sites.all]
 
         def column(which: int, combine: Any, first: int | None = None) -> dict[str, np.ndarray]:
@@ -57,9 +60,9 @@ class Statistics:
         return cls(column(0, np.sum, n_histogram), column(1, np.mean), column(2, np.mean))
 
     def pooled(self) -> "Statistics":
-        """What figures show: where there are many sites, the components of a layer's experts together, by kind.
+        """Returns what figures show: if there are many sites, the components of a layer's experts are pooled by kind.
 
-        768 panels take minutes to draw, and nobody reads them.
+        768 panels would take minutes to draw, and nobody would read them.
         """
         if len(self.counts) <= MANY_SITES:
             return self

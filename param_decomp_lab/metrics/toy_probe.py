@@ -1,4 +1,4 @@
-"""What a toy's components do with one feature at a time (section 11)."""
+"""Measures what a toy's components do with one feature at a time (section 11)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Probe:
 
 
 class Probed:
-    """A toy's state under the probe. Each part is computed when it is first asked for, by every process."""
+    """A toy's state under the probe. Each part is computed on first access, by every process."""
 
     def __init__(self, probe: Probe, state: State, weights: Weights) -> None:
         self._probe, self._state, self._weights = probe, state, weights
@@ -77,12 +77,12 @@ class Probed:
         return {site: Factored(W[site], V[site], U[site]) for site in W}
 
     def matching(self, pattern: str) -> list[str]:
-        """The sites that a pattern matches."""
+        """Returns the sites that a pattern matches."""
         return [site.name for site in self._probe.target.sites.all if matches_module(pattern, site.name)]
 
     @property
     def tms_numbers(self) -> dict[str, float]:
-        """`eval/tms/*` of a TMS whose `linear1` is a site; empty for others."""
+        """Returns `eval/tms/*` for a TMS whose `linear1` is a site; empty for others."""
         first = self._first
         if first is None:
             return {}
@@ -91,7 +91,7 @@ class Probed:
 
     @cached_property
     def geometry(self) -> dict[str, Figure]:
-        """The figure `tms_geometry` of a TMS whose `linear1` is a site; empty for others."""
+        """Returns the figure `tms_geometry` for a TMS whose `linear1` is a site; empty for others."""
         first = self._first
         return {} if first is None else {"tms_geometry": tms_geometry(first.W, first.V, first.U)}
 

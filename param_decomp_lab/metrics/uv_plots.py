@@ -1,4 +1,4 @@
-"""The figure `uv_matrices`: a toy's V and U, the components in the order of `permuted_ci`."""
+"""The figure `uv_matrices`: a toy's V and U, with the components in the order of `permuted_ci`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the parts of a run one after the other and decides whether all of them fit."""
+"""Compiles the parts of a run in sequence and decides whether all of them fit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -27,10 +27,11 @@ N_BUFFERS = 400
 class Step:
     """Properties of the training step besides its size.
 
-    ``buffers``: alive at its peak, largest first, ``smaller`` bytes more in lesser ones and ``unused`` between them.
-    ``flops``: of the matrix products of all devices, by precision; ``unknown``: what was counted once, not knowing how
-    often it is run. ``hbm``, ``within``, ``across``: bytes that one device moves in its memory, sends within its node,
-    and to other nodes; ``products``: what matrix products have of ``hbm``. ``collectives``: as executed, by kind.
+    ``buffers``: the buffers alive at its peak, largest first; ``smaller``: bytes in further, smaller buffers;
+    ``unused``: bytes between buffers. ``flops``: FLOPs of the matrix products of all devices, by precision;
+    ``unknown``: parts that were counted once, because it is unknown how often they run. ``hbm``, ``within``,
+    ``across``: bytes that one device moves in its memory, sends within its node, and sends to other nodes;
+    ``products``: the part of ``hbm`` due to matrix products. ``collectives``: as executed, by kind.
     """
 
     buffers: tuple[Buffer, ...]
@@ -54,8 +55,10 @@ class Step:
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """``parts``: what was compiled, by name, in the order of a run, for the card as it is. ``unlimited``: the step with
-    memory without end, None where that was not asked for. All bytes are of one device."""
+    """The results of a probe. ``parts``: the compiled programs, by name, in the order of a run, for the card as it is.
+    ``unlimited``: the step compiled with unlimited memory; None if it was not requested. All bytes are those of one
+    device.
+    """
 
     subject: Subject
     card: Card
@@ -67,7 +70,7 @@ class ProbeAnswer:
 
     @property
     def largest(self) -> str:
-        """The part of the run that needs most."""
+        """The part of the run that needs most memory."""
         return max(self.parts, key=lambda name: self.parts[name].peak)
 
     @property
@@ -86,20 +89,21 @@ class ProbeAnswer:
 
     @property
     def roofline(self) -> Roofline:
-        """Times of the step's parts, and of the whole."""
+        """Predicted times of the step's parts, and of the whole step."""
         step, n = self.step, self.subject.mesh.n_devices
         each = {precision: flops / n for precision, flops in step.flops.items()}
         waiting = sum(_latency(kind, total) for kind, total in step.collectives.items())
         return roofline(Work(each, step.hbm, step.within, step.across, waiting, step.products), self.card.rates)
 
     def collective_seconds(self, kind: str, total: Sum) -> float:
-        """How long collectives of a kind take one after the other."""
+        """Returns how long the collectives of a kind take in sequence."""
         work = Work({}, 0, total.within, total.across, _latency(kind, total))
         return roofline(work, self.card.rates).one_by_one
 
     def as_json(self) -> dict[str, Any]:
-        """Keys that scripts rely on first; sizes in GiB of one device, ``compile_s`` of the step. ``step_s``: how long
-        the step is predicted to take."""
+        """Returns the answer as JSON, starting with the keys that scripts rely on. Sizes are in GiB for one device;
+        ``compile_s`` is that of the step; ``step_s`` is its predicted time.
+        """
         step, unlimited = self.parts[STEP], self.unlimited
         times = self.roofline
         return {
@@ -149,7 +153,7 @@ class ProbeAnswer:
 
 
 def _latency(kind: str, total: Sum) -> float:
-    """Seconds; ``kind`` as in `Step.collectives`."""
+    """Returns the latency in seconds; ``kind`` as in `Step.collectives`."""
     return _latencies()[kind.partition(",")[0]].of(total.count, total.node_hops, total.network_hops)
 
 
@@ -179,8 +183,9 @@ def _part(measured: MeasuredProgram) -> dict[str, Any]:
 def compile_parts(
     subject: Subject, card: Card, where: Where, pool: MemoryPool, on_progress: OnProgress, quick: bool = False
 ) -> ProbeAnswer:
-    """Compiles what is not in the cache. ``quick``: the step alone, for the card as it is. ``tell``: hears what is
-    under way."""
+    """Compiles what is not in the cache. ``quick``: only the step, for the card as it is. ``on_progress``: receives
+    what is being done.
+    """
     on_progress(f"compiling the {STEP}")
     step = measure(subject, STEP, where, dump=True)
     on_progress("counting what the step does")

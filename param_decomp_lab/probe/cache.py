@@ -30,15 +30,15 @@ NO_PROGRAM = ("cache", "platform", "log", "cpu_")
 
 
 def cache_folder() -> Path:
-    """Where answers are kept."""
+    """Returns the folder of cached answers."""
     return folders.cache_folder("probe")
 
 
 def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """``answer()``, or what it gave to the same ``question`` before, and whether it was there. It must fit in JSON.
+    """Returns ``answer()``, or its cached value for the same ``question``, and whether it was cached. It must be JSON.
 
-    ``folder``: None keeps nothing. A file that cannot be read is asked for again, and where none can be written that is
-    said: the answer may have taken minutes.
+    ``folder``: None caches nothing. An unreadable file is computed again. If the answer cannot be saved, this is
+    reported, since it may have taken minutes.
     """
     if folder is None:
         return answer(), False
@@ -58,7 +58,7 @@ def cached(folder: Path | None, question: str, answer: Callable[[], dict[str, An
 
 @cache
 def _code() -> str:
-    """A digest of everything of ours that may decide what is compiled."""
+    """Returns a digest of all our code that may affect what is compiled."""
     digest = hashlib.sha256()
     for package in ("param_decomp_jax", "param_decomp_aot", "param_decomp_lab"):
         for file in sorted((ROOT / package).rglob("*.py")):
@@ -71,7 +71,7 @@ def _versions() -> str:
 
 
 def _settings() -> str:
-    """Settings of JAX and XLA that affect compilation."""
+    """Returns the settings of JAX and XLA that affect compilation."""
     values = sorted(jax.config.values.items())
     settings = [f"{name} {value!r}" for name, value in values if not any(part in name for part in NO_PROGRAM)]
     return " ".join((os.environ.get("XLA_FLAGS", ""), *settings))

@@ -1,4 +1,4 @@
-"""The GPUs that can be probed, and how much of their memory a run can use."""
+"""Describes the GPUs that can be probed, and how much of their memory a run can use."""
 
 import csv
 import io
@@ -23,14 +23,14 @@ REACHED = {
     "reached_fp32_flops": "fp32_flops",
     "reached_memory_Bps": "memory_bandwidth_Bps",
 }
-"""Columns of rates that a card reaches, and those with its data sheet's."""
+"""Columns with the rates that a card reaches, and the matching columns with those of its data sheet."""
 MEASURED = "h200"
-"""The card whose shares of the data sheet stand for those of the others."""
+"""The card whose ratios of reached rates to the data sheet are used for other cards."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU. ``description``: XLA's; ``rates``: those that it reaches."""
+    """A GPU. ``description``: XLA's; ``rates``: the rates that it reaches."""
 
     name: str
     description: str
@@ -38,8 +38,9 @@ class Card:
 
 
 def find_card(gpu: str) -> Card:
-    """The card that `--gpu` names: one of the table ``gpus/cards.csv``, or that of a CSV file with its columns and one
-    row. UserError for one that is in neither, and for a file that does not describe a card."""
+    """Returns the card that `--gpu` names: a row of the table ``gpus/cards.csv``, or a CSV file with the same columns
+    and one row. Raises UserError for an unknown card, and for a file that does not describe a card.
+    """
     own = gpu.lower().endswith(".csv")
     table = _own_card(Path(gpu)) if own else TABLE.read_text()
     known = target_configs(table)
@@ -55,7 +56,7 @@ def find_card(gpu: str) -> Card:
 
 @dataclass(frozen=True)
 class MemoryPool:
-    """Bytes of a device's memory: all of it, and what programs can use."""
+    """Bytes of a device's memory: the total, and what programs can use."""
 
     capacity: int
     usable: int
@@ -75,7 +76,9 @@ class MemoryPool:
 
 
 def _own_card(file: Path) -> str:
-    """The table in ``file``. Where the rates that the card reaches are missing, an H200's shares are taken."""
+    """Returns the table in ``file``. If the rates that the card reaches are missing, they are estimated with an H200's
+    ratios.
+    """
     columns, *rows = csv.reader(TABLE.read_text().splitlines())
     try:
         given = list(csv.DictReader(read_text(file, "the card").removeprefix("\ufeff").splitlines()))
@@ -100,7 +103,7 @@ def _own_card(file: Path) -> str:
 
 
 def _check(file: Path, card: Mapping[str, str], like: Mapping[str, str]) -> None:
-    """UserError for a value of another kind than that of the card ``like`` (XLA reads counts as integers)."""
+    """Raises UserError for a value of another type than that of the card ``like`` (XLA reads counts as integers)."""
     kinds = {
         "a count": r"[1-9]\d*",
         "a positive number": r"(?=[\d.]*[1-9])\d+(\.\d*)?(e\+?\d+)?",

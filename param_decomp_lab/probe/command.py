@@ -37,7 +37,7 @@ def probe(
     console: Console,
     quick: bool,
 ) -> ProbeAnswer:
-    """Probes the configuration in ``path``. UserError for invalid arguments."""
+    """Probes the configuration in ``path``. Raises UserError for invalid arguments."""
     refuse_another_version()
     compile_without_gpus()
     subject = make_subject(path, overrides, batch, seq)
@@ -48,7 +48,9 @@ def probe(
 
 
 def make_subject(path: Path, overrides: Sequence[str], batch: int | None, seq: int | None) -> Subject:
-    """What the file describes: a wrapper's run, or a recipe's pretraining. ``batch``, ``seq``: instead of its own."""
+    """Returns what the file describes: a wrapper's run, or a recipe's pretraining. ``batch``,
+    ``seq``: replace its own.
+    """
     raw = read_mapping(path, "the configuration")
     if "model" in raw and "torch_config" not in raw:
         if overrides:
@@ -65,7 +67,9 @@ def compile_without_gpus() -> None:
 
 
 def gpus_per_node_of_mesh(mesh: MeshShape, nodes: int | None, per_node: int | None) -> int:
-    """UserError unless the mesh takes all GPUs of all nodes, and what it takes for a node is in one."""
+    """Returns the GPUs per node. Raises UserError unless the mesh uses all GPUs of all nodes, and each of its nodes is
+    within one real node.
+    """
     each = _gpus_per_node(mesh, nodes, per_node)
     together = mesh.fsdp // mesh.nodes * mesh.tensor
     if mesh.nodes > 1 and each % together:
@@ -112,7 +116,7 @@ def progress(console: Console) -> Iterator[OnProgress]:
 
 
 def write_json(answer: Mapping[str, Any], file: Path) -> None:
-    """Raises UserError where it cannot be written."""
+    """Writes the answer as JSON. Raises UserError if it cannot be written."""
     try:
         write_whole(file, json.dumps(answer, indent=1) + "\n")
     except OSError as error:

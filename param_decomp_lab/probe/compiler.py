@@ -1,4 +1,4 @@
-"""Whether JAX and its compiler for GPUs go together."""
+"""Checks whether the versions of JAX and of its GPU compiler match."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,13 +6,13 @@ from param_decomp_aot import JAX_VERSION
 from param_decomp_lab.errors import UserError
 
 PARTS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
-"""The packages of JAX's CUDA plugins. Each release of JAX takes those of its own version alone."""
+"""The packages of JAX's CUDA plugins. Each release of JAX works only with those of its own version."""
 
 
 def refuse_another_version() -> None:
-    """UserError where a part of the CUDA plugin is of another version than JAX. Nothing is said where none is there.
+    """Raises UserError if a part of the CUDA plugin has another version than JAX. Missing parts are no error.
 
-    To be asked before JAX starts: it would print a traceback, and go on with half of such a plugin.
+    Call it before JAX starts, which would print a traceback and continue with half of such a plugin.
     """
     jax = version("jaxlib")
     others = [f"{part} {found}" for part in PARTS if (found := installed(part)) not in (None, jax)]
@@ -24,7 +24,7 @@ def refuse_another_version() -> None:
 
 
 def installed(package: str) -> str | None:
-    """The version of an installed package, None where it is not."""
+    """Returns the version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

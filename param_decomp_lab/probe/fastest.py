@@ -1,10 +1,10 @@
-"""Finds the fastest layout that fits, asking about few of very many.
+"""Finds the fastest layout that fits, probing only a few of very many.
 
-Layouts of one mesh differ in what memory is spent on. The search begins with the one that spends most and should be
-fastest. Where that does not fit, it asks what each choice alone would free and what that would cost, frees enough where
-a GiB is cheapest, and asks whether the sum is right; where a layout fits with room to spare, it asks what each choice
-alone would gain. Meshes come in the order of their first layouts' times, and one whose first layout is slower than what
-has been found is not looked at further.
+Layouts of one mesh differ in what they spend memory on. The search begins with the layout that spends most, which
+should be the fastest. If it does not fit, the search probes how much memory each single choice would free and how much
+time that would cost, frees enough memory where a GiB is cheapest, and probes the combination. If a layout fits with
+memory to spare, the search probes how much time each single choice would save. Meshes are searched in the order of the
+times of their first layouts. A mesh whose first layout is slower than the best result so far is skipped.
 """
 
 import itertools
@@ -15,16 +15,17 @@ from typing import Any
 from param_decomp_lab.probe.search import SearchPoint, Variant
 
 WORTH = 0.005
-"""Share of a step's time that a change must save to be one."""
+"""The least share of a step's time that a change must save to count."""
 SPARE = 1.05
-"""So much more is freed than is missing, since the parts of a peak do not quite add up."""
+"""The factor by which more memory is freed than is missing, since the parts of a peak do not add up exactly."""
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """Something that a layout decides. ``levels``: from the one that needs least memory to the one that needs most,
-    each with what it is called (nothing where it is the usual one) and the assignments that make it. ``helps``: terms
-    of the roofline that a higher level may reduce. ``ordered``: False where nobody knows which level needs more."""
+    """A choice that a layout makes. ``levels``: from least to most memory, each with its name (empty for the usual one)
+    and its assignments. ``helps``: terms of the roofline that a higher level may reduce. ``ordered``: False if it is
+    unknown which level needs more.
+    """
 
     name: str
     levels: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]
@@ -35,7 +36,8 @@ class LayoutChoice:
 @dataclass(frozen=True)
 class Space:
     """Layouts of one mesh. ``begin``: the level of each choice that the search begins with. ``batch``: in rows.
-    ``make``: from the assignments of chosen levels to a kind's settings."""
+    ``make``: turns the assignments of chosen levels into a kind's settings.
+    """
 
     name: str
     choices: tuple[LayoutChoice, ...]
@@ -44,14 +46,14 @@ class Space:
     make: Callable[[Sequence[tuple[str, Any]]], tuple[tuple[str, Any], ...]]
 
     def kind(self, levels: Sequence[int]) -> Variant:
-        """What is asked about."""
+        """Returns the variant to probe at these levels."""
         chosen = [choice.levels[level] for choice, level in zip(self.choices, levels, strict=True)]
         name = "; ".join(filter(None, (self.name, *(words for words, _ in chosen))))
         return Variant(name, self.make([pair for _, pairs in chosen for pair in pairs]), (self.batch,))
 
 
 AskAll = Callable[[Sequence[Variant]], list[SearchPoint]]
-"""Asks about several layouts at a time; fewer points than layouts where time is up."""
+"""Probes several layouts at a time; returns fewer points than layouts if the time is up."""
 Levels = tuple[int, ...]
 
 
@@ -63,7 +65,7 @@ class _Search:
     """GiB and seconds that a choice's step from one level to the next adds."""
 
     def ask(self, wanted: Sequence[tuple[Space, Levels]]) -> None:
-        """Asks about those that nobody has asked about."""
+        """Probes those layouts that were not probed yet."""
         new = {(space.name, levels): space.kind(levels) for space, levels in wanted}
         new = {key: kind for key, kind in new.items() if key not in self.points}
         if new:
@@ -80,7 +82,7 @@ class _Search:
         return self.at(space, levels).verdict == "fits"
 
     def fastest(self, space: Space) -> Levels | None:
-        """The fastest levels of this space that fit."""
+        """Returns the fastest levels of this space that fit."""
         fitting = [levels for name, levels in self.points if name == space.name and self.fits(space, levels)]
         return min(fitting, key=lambda levels: self.at(space, levels).step_s, default=None)
 
@@ -90,8 +92,9 @@ class _Search:
         return min((p.step_s for p in self.points.values() if p.verdict == "fits"), default=float("inf"))
 
     def effect(self, space: Space, levels: Levels, i: int, to: int) -> tuple[float, float] | None:
-        """GiB and seconds that choice ``i`` adds where it goes from its level to ``to``: measured from ``levels``, else
-        from elsewhere; None where it was not."""
+        """Returns the GiB and seconds that choice ``i`` adds when it changes from its level to ``to``: measured from
+        ``levels``, else from other levels; None if it was not measured.
+        """
         name, other = space.choices[i].name, _with(levels, i, to)
         if self.known(space, other):
             here, there = self.at(space, levels), self.at(space, other)
@@ -102,7 +105,7 @@ class _Search:
 
 
 def fastest(spaces: Sequence[Space], ask_all: AskAll) -> list[SearchPoint]:
-    """Every point that was asked about, fastest first; see `search.best` for the one to take."""
+    """Returns every probed point, fastest first; `search.best` chooses among them."""
     search = _Search(ask_all)
     search.ask([(space, space.begin) for space in spaces])
     begun = [space for space in spaces if search.known(space, space.begin)]
@@ -116,7 +119,7 @@ def fastest(spaces: Sequence[Space], ask_all: AskAll) -> list[SearchPoint]:
 
 
 def _make_fit(space: Space, search: _Search) -> None:
-    """Steps down from the space's first layout until one fits, or nothing is left to free."""
+    """Steps down from the space's first layout until one fits or no memory is left to free."""
     levels = space.begin
     while not search.fits(space, levels):
         steps = [(i, to) for i, choice in enumerate(space.choices) for to in _others(choice, levels[i], -1)]
@@ -138,12 +141,13 @@ def _make_fit(space: Space, search: _Search) -> None:
 
 
 _Step = tuple[int, int, tuple[float, float]]
-"""A choice's number, its new level, and the GiB and seconds that this adds."""
+"""The index of a choice, its new level, and the GiB and seconds that this adds."""
 
 
 def _cheapest(steps: Sequence[_Step], most_gib: float) -> list[tuple[int, int]]:
-    """The set of steps adding at most ``most_gib`` that adds least time, by the sums of what each adds alone; empty
-    where there is none, or none is better than to do nothing."""
+    """Returns the set of steps that adds at most ``most_gib`` and the least time, by the sums of their single effects;
+    empty if no set does, or none is better than no step.
+    """
     sums: list[tuple[float, float, list[tuple[int, int]]]] = [(0.0, 0.0, [])]
     for i, of_one in itertools.groupby(sorted(steps), key=lambda step: step[0]):
         more = [(gib, seconds, to) for _, to, (gib, seconds) in of_one]
@@ -155,7 +159,7 @@ def _cheapest(steps: Sequence[_Step], most_gib: float) -> list[tuple[int, int]]:
 def _unbeaten(
     sums: Sequence[tuple[float, float, list[tuple[int, int]]]],
 ) -> list[tuple[float, float, list[tuple[int, int]]]]:
-    """Without those that need as much memory as another, and as much time."""
+    """Removes the sums that need at least as much memory and time as another."""
     kept: list[tuple[float, float, list[tuple[int, int]]]] = []
     for each in sorted(sums, key=lambda each: each[:2]):
         if not kept or each[1] < kept[-1][1]:
@@ -164,7 +168,7 @@ def _unbeaten(
 
 
 def _spend_what_is_left(space: Space, search: _Search) -> None:
-    """Steps up from the space's fastest layout, and exchanges of one choice for others, as long as that is faster."""
+    """Steps up from the space's fastest layout, and exchanges one choice for others, as long as that is faster."""
     while (levels := search.fastest(space)) is not None:
         here = search.at(space, levels)
         room = here.pool_gib - here.peak_gib
@@ -190,12 +194,12 @@ def _spend_what_is_left(space: Space, search: _Search) -> None:
 
 
 def _can_gain(choice: LayoutChoice, terms: Mapping[str, float]) -> float:
-    """Seconds that a higher level could save at most."""
+    """Returns the most seconds that a higher level could save."""
     return sum(seconds for name, seconds in terms.items() if name in choice.helps or not choice.helps)
 
 
 def _others(choice: LayoutChoice, level: int, step: int) -> list[int]:
-    """The next level in this direction; every other one where they have no order."""
+    """Returns the next level in this direction; all other levels if they have no order."""
     if not choice.ordered:
         return [n for n in range(len(choice.levels)) if n != level]
     return [level + step] if 0 <= level + step < len(choice.levels) else []

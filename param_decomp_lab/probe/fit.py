@@ -1,4 +1,4 @@
-"""`pd fit`: the fastest or the largest run that fits on given GPUs, and the configuration to start it with."""
+"""`pd fit`: finds the fastest or the largest run that fits on given GPUs, and writes the configuration to start it."""
 
 import io
 import itertools
@@ -34,17 +34,19 @@ from param_decomp_lab.ui.console import PlainConsole
 from param_decomp_lab.ui.warnings import print_warnings
 
 PROBE_GIB = 4.5
-"""RAM of one `pd probe`, at most (docs/measurements/probe.md)."""
+"""The most RAM that one `pd probe` uses (docs/measurements/probe.md)."""
 
 
 EVALUATION_KEYS = {"eval", "eval.batch_size", "eval.n_steps"}
-"""Where the user gives one, the evaluation stays as it is."""
+"""If the user sets one of these keys, the evaluation stays unchanged."""
 
 
 @dataclass(frozen=True)
 class FitRequest:
-    """``overrides``: `--set` of the user's, which hold for every run, but that the mesh is stretched over the GPUs.
-    ``options``: of `pd probe`, passed on. ``minutes``: after so many, for ``speed``, nothing new is asked."""
+    """The arguments of `pd fit`. ``overrides``: the user's `--set`, which hold for every run, except that the mesh is
+    stretched over the GPUs. ``options``: those passed on to `pd probe`. ``minutes``: the time after which, for
+    ``speed``, no new probes start.
+    """
 
     path: Path
     overrides: tuple[str, ...]
@@ -57,27 +59,27 @@ class FitRequest:
 
     @property
     def set_keys(self) -> set[str]:
-        """Keys that the user has set."""
+        """Returns the keys that the user has set."""
         return {".".join(override.path) for override in parse_overrides(self.overrides)}
 
     def sets(self, kind: Variant, batch: int) -> list[str]:
-        """Assignments that make a point of the configuration."""
+        """Returns the assignments that turn the configuration into a point."""
         given = [*kind.settings, ("pd.batch_size", batch)]
         return [*self.overrides, *(f"{key}={json.dumps(value)}" for key, value in given)]
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """``best``: asked about once more with all its parts; None where nothing fits."""
+    """The results. ``best``: probed again with all parts of the run; None if nothing fits."""
 
     points: list[SearchPoint]
     best: SearchPoint | None
 
 
 def fit(request: FitRequest, vary: Sequence[str], console: Console) -> FitResult:
-    """Asks `pd probe` about as few runs as tell. What was asked before is in its cache: an interrupted search goes on.
+    """Runs `pd probe` on as few runs as possible. Earlier results are in its cache, so an interrupted search continues.
 
-    UserError for what cannot be asked.
+    Raises UserError for invalid requests.
     """
     refuse_another_version()
     config, varied = own_config(request), parse_vary(vary)
@@ -137,15 +139,16 @@ def _ask(request: FitRequest, console: Console, kind: Variant, batch: int) -> Se
 
 
 def own_config(request: FitRequest) -> RunConfig:
-    """The configuration as the user has it. For speed, its mesh does not count unless the user has set it: the batch
-    need not be one that this mesh divides."""
+    """Returns the user's configuration. For speed, its mesh is ignored unless set with `--set`, since the batch need
+    not be divisible by it.
+    """
     if request.goal == "batch" or sets_mesh(request.set_keys):
         return load_config(request.path, request.overrides)
     return load_config(request.path, (*request.overrides, "mesh={replica: 1, fsdp: 1}"))
 
 
 def valid_kinds(request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]]) -> list[Variant]:
-    """What may be asked about for the largest batch. UserError where one of these runs is none."""
+    """Returns the kinds of runs to search for the largest batch. Raises UserError if one of them is invalid."""
     every, read = kinds(config, request.n_gpus, vary, request.set_keys, request.per_node), cache(read_mapping)
     for kind in every:
         for batch in kind.batches:
@@ -154,7 +157,7 @@ def valid_kinds(request: FitRequest, config: RunConfig, vary: Mapping[str, Seque
 
 
 def valid_spaces(request: FitRequest, config: RunConfig, vary: Mapping[str, Sequence[Any]]) -> list[Space]:
-    """What may be asked about for the fastest step. UserError where a choice makes none a run."""
+    """Returns the spaces to search for the fastest step. Raises UserError if a choice makes every run invalid."""
     read = cache(read_mapping)
     memory = read(request.path, "the wrapper").get("memory")
     file_keys = memory if isinstance(memory, dict) else {}
@@ -170,8 +173,9 @@ def valid_spaces(request: FitRequest, config: RunConfig, vary: Mapping[str, Sequ
 def _probe_all_parts(
     request: FitRequest, config: RunConfig, chosen: SearchPoint, vary: Mapping[str, Any], console: Console
 ) -> SearchPoint:
-    """``chosen`` with all parts of the run. Where the evaluation alone keeps it from fitting, with smaller batches in
-    that, unless the user has said how large they are."""
+    """Probes ``chosen`` with all parts of the run. If only the evaluation does not fit, its batches are made smaller,
+    unless the user has set their size.
+    """
 
     def ask(kind: Variant, why: str) -> SearchPoint:
         console.print(f"{kind.name}, batch {chosen.batch:,}: {why} …", highlight=False)
@@ -193,7 +197,7 @@ def _probe_all_parts(
 
 
 def report(request: FitRequest, found: FitResult, out: Path, console: Console) -> bool:
-    """Prints the runs, draws them, and writes the best one's configuration as ``out``; False where nothing fits."""
+    """Prints and draws the runs, and writes the best one's configuration as ``out``; returns False if nothing fits."""
     for_speed, chosen = request.goal == "speed", found.best
     table = (times_table if for_speed else points_table)(found.points, chosen)
     console.print(table)
@@ -239,7 +243,7 @@ def _probe_point(request: FitRequest, kind: Variant, batch: int, options: Sequen
 
 
 def workers(n_kinds: int) -> int:
-    """Compiles at a time: of the processors, and of the RAM that is free."""
+    """Returns the number of concurrent compilations, from the processors and the free RAM."""
     return max(1, min(n_kinds, os.cpu_count() or 1, int(_free_gib() // PROBE_GIB)))
 
 

@@ -1,4 +1,4 @@
-"""The results of `pd fit` as a table and a figure."""
+"""Shows the results of `pd fit` as a table and a figure."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK)
 
 
 def points_table(points: Sequence[SearchPoint], chosen: SearchPoint | None) -> Table:
-    """Every run that was asked about; `*` marks those that no other beats, `→` the one chosen."""
+    """Returns a table of every probed run; `*` marks those that no other run beats, `→` the chosen one."""
     columns = ("batch", "tokens", "peak GiB", "", "PFLOP", "own GiB", "node GiB", "net GiB", "ms", "tokens/s")
     title = "Runs (arithmetic of all GPUs; GiB moved of one; ms: predicted of a step)"
     table = plain_table(title, ("", "left"), ("", "left"), *((column, "right") for column in columns))
@@ -46,7 +46,7 @@ def points_table(points: Sequence[SearchPoint], chosen: SearchPoint | None) -> T
 
 
 def times_table(points: Sequence[SearchPoint], chosen: SearchPoint | None) -> Table:
-    """Every layout that was asked about, fastest first; `→` marks the one chosen."""
+    """Returns a table of every probed layout, fastest first; `→` marks the chosen one."""
     known = [point for point in points if point.answer is not None]
     size = f"batch {known[0].batch:,}, {amount(known[0].tokens)} tokens" if known else "nothing could be told"
     columns = ("peak GiB", "", "node GiB", "net GiB", "collectives", "ms", "overlapping")
@@ -74,8 +74,9 @@ def times_table(points: Sequence[SearchPoint], chosen: SearchPoint | None) -> Ta
 
 
 def draw_times(points: Sequence[SearchPoint], chosen: SearchPoint | None, title: str, file: Path) -> None:
-    """Peak against a step's predicted time, with a line to the bound where everything overlaps; a colour for each mesh,
-    filled what fits."""
+    """Draws the peak against a step's predicted time, with a line to the bound if everything overlaps. Each mesh has a
+    colour, and layouts that fit are filled.
+    """
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     answered = [point for point in points if point.answer is not None]
@@ -123,7 +124,7 @@ def _memory_lines(axes: Axes, answered: Sequence[SearchPoint]) -> None:
 
 
 def draw(points: Sequence[SearchPoint], chosen: SearchPoint | None, title: str, file: Path) -> None:
-    """Peak against tokens of a step, a line for each kind of run; filled what fits."""
+    """Draws the peak against the tokens of a step, with a line for each kind of run. Runs that fit are filled."""
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
     answered = [point for point in points if point.answer is not None]

@@ -1,4 +1,4 @@
-"""The layouts that `pd fit --for speed` chooses from."""
+"""Lists the layouts from which `pd fit --for speed` chooses."""
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
@@ -14,11 +14,11 @@ from param_decomp_lab.probe.fastest import LayoutChoice, Space
 from param_decomp_lab.probe.vary import Axes, fitting_evaluation, mesh_sizes, meshes_of, sets_mesh
 
 LINKS = frozenset({"node links", "network", "latency"})
-"""Terms of the roofline that copies reduce."""
+"""Terms of the roofline that node copies reduce."""
 
 
 def _usual(n_gpus: int) -> Preset:
-    """The preset that the search begins with: the one that spends most memory to be fast."""
+    """Returns the preset with which the search begins: the one that spends most memory to be fast."""
     return "one_card" if n_gpus == 1 else "fast"
 
 
@@ -30,10 +30,10 @@ def spaces(
     set_keys: Collection[str] = (),
     file_keys: Collection[str] = (),
 ) -> list[Space]:
-    """One for each mesh and preset. ``set_keys``: keys that the user has set, which no layout changes. ``file_keys``:
-    those of the memory section in the user's file.
+    """Returns a space for each mesh and preset. ``set_keys``: keys that the user has set, which no layout changes.
+    ``file_keys``: those of the memory section in the user's file.
 
-    UserError where the batch cannot be divided among the GPUs, and for what `--vary` cannot vary here.
+    Raises UserError if the batch cannot be divided among the GPUs, and for keys that `--vary` cannot vary here.
     """
     for key in ("batch", "seq"):
         if key in vary:
@@ -71,8 +71,9 @@ def spaces(
 def _meshes(
     config: RunConfig, n_gpus: int, per_node: int, vary: Mapping[str, Sequence[Any]], set_keys: Collection[str]
 ) -> list[Axes]:
-    """Those that `--vary` or `--set` give; else all GPUs as one fsdp axis, and a replica on each node; for the least
-    tensor axis that divides the batch, and twice that."""
+    """Returns the meshes that `--vary` or `--set` give. Otherwise, it returns all GPUs as one fsdp axis, and a replica
+    on each node, both for the least tensor axis that divides the batch and for twice that.
+    """
     if "mesh" in vary or sets_mesh(set_keys):
         return meshes_of(config, n_gpus, vary)
     batch = config.method.pd.batch_size
@@ -131,7 +132,7 @@ def _saved(preset: Preset, own: Memory, decided: Collection[str]) -> list[Layout
 
 
 def _blocks(config: RunConfig, mesh: Axes, decided: Collection[str]) -> list[LayoutChoice]:
-    """Sizes of blocks and numbers of micro-batches; tokens are counted over all GPUs."""
+    """Returns the choices of block sizes and numbers of micro-batches; tokens are counted over all GPUs."""
     found = []
     sizes: dict[str, tuple[int | None, ...]] = {
         "memory.component_block": (1 << 12, 1 << 13, None),
@@ -152,8 +153,9 @@ def _blocks(config: RunConfig, mesh: Axes, decided: Collection[str]) -> list[Lay
 
 
 def _layers(preset: Preset, decided: Collection[str]) -> list[LayoutChoice]:
-    """A loop over alike layers, or the layers written out: nothing is copied out of stacks then, and it compiles for
-    longer."""
+    """Returns the choice between a loop over identical layers and unrolled layers, which need no copies out of stacks
+    but compile longer.
+    """
     if "memory.layers" in decided:
         return []
     usual = PRESETS[preset].layers
@@ -171,7 +173,7 @@ def _varied(vary: Mapping[str, Sequence[Any]]) -> list[LayoutChoice]:
 
 
 def _begin(choice: LayoutChoice, usual: MemoryPolicy) -> int:
-    """What the preset says, or the first of those that `--vary` gives."""
+    """Returns the level of the preset, or the first of those that `--vary` gives."""
     if choice.name == "memory.layers":
         return ("scan", "unroll").index(usual.layers)
     if choice.name.startswith(_SAVE):
@@ -187,8 +189,9 @@ def _settings(
     file_keys: set[str],
     pairs: Sequence[tuple[str, Any]],
 ) -> tuple[tuple[str, Any], ...]:
-    """``fixed`` and the chosen levels as assignments. Of the memory section only what differs from the preset is said,
-    or from what the file says."""
+    """Returns ``fixed`` and the chosen levels as assignments. The memory section only has what differs from the preset
+    or from the file.
+    """
     chosen = dict(pairs)
     settings = dict(fixed)
     preset: Preset = fixed["memory.preset"]

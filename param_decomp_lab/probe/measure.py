@@ -1,4 +1,4 @@
-"""One program of a run compiled for GPUs that are not here, as a record that the cache can keep."""
+"""Compiles one program of a run for GPUs that are not present, and records the result for the cache."""
 
 import dataclasses
 import gzip
@@ -19,9 +19,10 @@ from param_decomp_lab.probe.subject import Phase, Subject
 
 @dataclass(frozen=True)
 class MeasuredProgram:
-    """A program on one device, in bytes and seconds. ``elsewhere``: as in `subject.py:Phase`, and arguments that the
-    program does not use. ``groups``: as there. ``dump``: what XLA says of its buffers and its program, if that was
-    asked for. ``fresh``: compiled just now."""
+    """A program on one device, in bytes and seconds. ``elsewhere``: as in `subject.py:Phase`, plus arguments that the
+    program does not use. ``groups``: as there. ``dump``: XLA's description of its buffers and its program, if
+    requested. ``fresh``: whether it was compiled just now.
+    """
 
     memory: ProgramMemory
     elsewhere: int
@@ -33,13 +34,13 @@ class MeasuredProgram:
 
     @property
     def peak(self) -> int:
-        """The peak of the device's memory, with what lies there beside the program's own arguments."""
+        """The peak of the device's memory, including data besides the program's own arguments."""
         return self.memory.peak + self.elsewhere
 
 
 @dataclass(frozen=True)
 class Where:
-    """``card``: XLA's description. ``cache``: a folder, None to keep nothing."""
+    """Where to compile. ``card``: XLA's description. ``cache``: a folder; None for no cache."""
 
     card: str
     per_node: int
@@ -47,7 +48,7 @@ class Where:
 
 
 def measure(subject: Subject, phase: str, where: Where, limited: bool = True, dump: bool = False) -> MeasuredProgram:
-    """``phase`` of the subject compiled. ``limited``: for the card as it is, else with memory without end."""
+    """Compiles ``phase`` of the subject. ``limited``: whether for the card as it is, or with unlimited memory."""
     card = where.card if limited else with_memory(where.card, UNLIMITED)
     question = "\n".join((subject.identity, phase, str(subject.mesh), str(where.per_node), card, str(dump)))
 
@@ -89,7 +90,7 @@ def measure(subject: Subject, phase: str, where: Where, limited: bool = True, du
 
 
 def dumped(folder: Path) -> list[str]:
-    """What `aot/buffers.py` reads of XLA's dump; of several programs the largest."""
+    """Returns what `aot/buffers.py` reads from XLA's dump; of several programs, the largest."""
 
     def largest(ending: str) -> str:
         files = sorted(folder.glob(f"*gpu_after_optimizations{ending}.txt"), key=lambda path: path.stat().st_size)

@@ -1,4 +1,4 @@
-"""``memory.html``: a step's memory over its schedule, as one page that stands by itself and answers to the pointer."""
+"""Renders ``memory.html``: a step's memory over its schedule, as one self-contained, interactive page."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from param_decomp_lab.ui.templates import templates_beside
 N_MOMENTS = 1600
 N_SPANS = 4000
 N_ROWS = 400
-"""What is drawn and listed at most: instructions, buffers that the pointer finds, rows of the table at the peak."""
+"""The most items that are drawn or listed: instructions, buffers under the pointer, rows of the table at the peak."""
 
 _WIDTH, _HEIGHT = 1000.0, 400.0
 
@@ -31,10 +31,10 @@ def memory_page(
     pool: int | None = None,
     capacity: int | None = None,
 ) -> str:
-    """The page as a string: a few hundred kB, at most 3 MB.
+    """Returns the page as a string: a few hundred kB, at most 3 MB.
 
-    ``argument_groups``: bytes by group, see `timeline.py:arguments_by_group`. ``summary``: names and values that head
-    the page. ``pool``, ``capacity``: bytes that the program may use, and that the card has.
+    ``argument_groups``: bytes by group, see `timeline.py:arguments_by_group`. ``summary``: names and values at the top
+    of the page. ``pool``, ``capacity``: bytes that the program may use, and that the card has.
     """
     at = moments(timeline, N_MOMENTS)
     lines = {name: n for name, n in (("pool", pool), ("card", capacity)) if n is not None}
@@ -70,7 +70,7 @@ def memory_page(
 
 @dataclass(frozen=True)
 class _Band:
-    """``at_peak``: bytes. ``path``: of the area, in SVG's words."""
+    """A band of the picture. ``at_peak``: bytes. ``path``: the SVG path of its area."""
 
     name: str
     color: str
@@ -79,7 +79,7 @@ class _Band:
 
 
 def _drawn(timeline: Timeline, at: Int[np.ndarray, " moments"], top: float) -> list[_Band]:
-    """Bands from below, that of the arguments first."""
+    """Returns the bands from below, starting with that of the arguments."""
     x = at / max(1, timeline.live.size - 1) * _WIDTH
     below = np.zeros(len(at))
     found = {"arguments, results, constants": np.full(timeline.live.size, timeline.base), **bands(timeline)}
@@ -94,7 +94,7 @@ def _drawn(timeline: Timeline, at: Int[np.ndarray, " moments"], top: float) -> l
 
 
 def _area(x: Any, below: Any, above: Any) -> str:
-    """Along the upper edge, and back along the lower, without the points that lie on a level stretch."""
+    """Returns the path along the upper edge and back along the lower, without points within horizontal segments."""
 
     def edge(y: Any) -> list[str]:
         keep = [i for i in range(len(y)) if not 0 < i < len(y) - 1 or not y[i - 1] == y[i] == y[i + 1]]
@@ -104,7 +104,7 @@ def _area(x: Any, below: Any, above: Any) -> str:
 
 
 def _ticks(top: float) -> list[float]:
-    """Round numbers of GiB from 0, some five of them."""
+    """Returns about five round numbers of GiB from 0."""
     size = 10.0 ** np.floor(np.log10(top / 4)) if top > 0 else 1.0
     step = next(size * m for m in (1, 2, 5, 10) if top / (size * m) <= 6)
     return [float(y) for y in np.arange(0, top, step)]
@@ -122,13 +122,15 @@ def _phases(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _data(timeline: Timeline, at: Int[np.ndarray, " moments"], top: float) -> dict[str, Any]:
-    """Moments and the largest buffers; words once each. What is alive beside these buffers is the rest."""
+    """Returns the moments and the largest buffers, with each text stored once. Other buffers are what remains of the
+    live bytes.
+    """
     words: dict[str, int] = {}
 
     def number(word: str) -> int:
         return words.setdefault(word, len(words))
 
-    # A long life counts like a large size: what is hovered over is an area.
+    # A long lifetime counts like a large size, because the pointer hovers over an area.
     def weight(span: BufferSpan) -> int:
         return span.buffer.n_bytes * (span.last - span.first + 100)
 
@@ -163,7 +165,7 @@ def _data(timeline: Timeline, at: Int[np.ndarray, " moments"], top: float) -> di
 
 @dataclass(frozen=True)
 class _Row:
-    """Alike buffers; ``n_bytes`` of all of them."""
+    """A group of like buffers; ``n_bytes`` in total."""
 
     n_bytes: int
     count: int
@@ -171,7 +173,7 @@ class _Row:
 
 
 def _rows(peak: Peak) -> tuple[Sequence[_Row], int, int]:
-    """The largest groups of alike buffers; how many buffers are left, and their bytes."""
+    """Returns the largest groups of like buffers, and the number and bytes of the remaining buffers."""
     alike: dict[tuple[str, ...], list[Buffer]] = {}
     for b in peak.buffers:
         alike.setdefault((b.role, b.shape, b.scope, b.source), []).append(b)

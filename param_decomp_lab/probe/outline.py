@@ -14,7 +14,7 @@ from param_decomp_lab.weights.target_folder import training_shapes, training_sha
 
 
 def known_target(resolved: ResolvedConfig) -> KnownTarget:
-    """The target's shapes. UserError where neither a file nor a published name tells them."""
+    """Returns the target's shapes. Raises UserError if neither a file nor a published name gives them."""
     target = find_target(resolved)
     if isinstance(target, UnknownTarget):
         raise UserError(target.reason)
@@ -22,7 +22,7 @@ def known_target(resolved: ResolvedConfig) -> KnownTarget:
 
 
 def outline_on(resolved: ResolvedConfig, target: KnownTarget, mesh: Mesh) -> Outline:
-    """What the programs of the run are compiled from, on ``mesh``."""
+    """Returns what the programs of the run are compiled from, on ``mesh``."""
     weights = training_shapes(target.architecture, target.dtype, training_shardings(mesh, target.problem.target))
     batches = _batches(resolved.config.method, target.problem, mesh)
     return Outline(target.problem, mesh, weights, resolved.leading, *batches)
@@ -31,7 +31,7 @@ def outline_on(resolved: ResolvedConfig, target: KnownTarget, mesh: Mesh) -> Out
 def _batches(
     method: LanguageModelFile | ToyFile, problem: Problem, mesh: Mesh
 ) -> tuple[BatchShapes, BatchShapes | None]:
-    """Batches for training and for the evaluation, None without one."""
+    """Returns the shapes of batches for training and for the evaluation (None without one)."""
     if isinstance(method, ToyFile):
         return feature_batches(method, problem, mesh)
     length, settings = method.data.max_seq_len, method.eval

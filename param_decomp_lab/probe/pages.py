@@ -1,4 +1,4 @@
-"""Pictures of an answer: the memory over the course of the step, as a page to hover over and as a PNG."""
+"""Writes pictures of an answer: the memory over the course of the step, as an interactive page and as a PNG."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +16,9 @@ from param_decomp_lab.probe.timeline_figure import timeline_figure
 
 
 def write_pages(answer: ProbeAnswer, file: Path) -> tuple[Path, Path | None]:
-    """The page ``file``, and a PNG of the same name beside it, but none beside a device or a pipe: then the second is
-    None. UserError where they cannot be written."""
+    """Writes the page ``file``, and a PNG of the same name beside it unless it is a device or a pipe; the second path
+    is then None. Raises UserError if they cannot be written.
+    """
     step, pool = answer.parts[STEP], answer.pool
     kept = ledger(*step.dump)
     moments, peak = timeline(kept), find_peak(kept)

@@ -1,4 +1,4 @@
-"""A pretraining as the subject of a probe: its step on one GPU."""
+"""Makes a pretraining the subject of a probe: its step on one GPU."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,9 +20,9 @@ from param_decomp_lab.setup.programs import Program
 
 
 def recipe_subject(path: Path, batch: int | None = None, seq: int | None = None) -> Subject:
-    """``batch``, ``seq``: instead of the recipe's batch size and its data's row length.
+    """Returns the subject. ``batch``, ``seq``: replace the recipe's batch size and its data's row length.
 
-    UserError for a toy, and where neither the recipe nor its data say how long a row is or how large the vocabulary.
+    Raises UserError for a toy, and if neither the recipe nor its data give the row length and the vocabulary size.
     """
     recipe = read_recipe(path)
     if not isinstance(recipe, PretrainRecipe):

@@ -12,7 +12,7 @@ Goal = Literal["speed", "batch"]
 
 @dataclass(frozen=True)
 class Variant:
-    """What is varied beside the batch: values of the configuration's keys, such as ``mesh`` and ``memory.preset``."""
+    """What is varied besides the batch: values of the configuration's keys, such as ``mesh`` and ``memory.preset``."""
 
     name: str
     settings: tuple[tuple[str, Any], ...]
@@ -21,7 +21,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class SearchPoint:
-    """A run that was asked about. ``answer``: what `pd probe --json` says; None where that could not be told."""
+    """A probed run. ``answer``: the output of `pd probe --json`; None if it could not be determined."""
 
     kind: Variant
     batch: int
@@ -39,28 +39,28 @@ class SearchPoint:
 
     @property
     def peak_gib(self) -> float:
-        """What the run needs of a GPU; infinite where that could not be told."""
+        """The memory that the run needs on a GPU; infinite if it could not be determined."""
         return float("inf") if self.answer is None else float(self.answer["peak_gib"])
 
     @property
     def pool_gib(self) -> float:
-        """What there is of a GPU."""
+        """The usable memory of a GPU."""
         return 0.0 if self.answer is None else float(self.answer["pool_gib"])
 
     @property
     def terms(self) -> Mapping[str, float]:
-        """What each resource adds to a step's seconds."""
+        """The seconds that each resource adds to a step."""
         times = {} if self.answer is None else self.answer["roofline_s"]
         return {name: float(seconds) for name, seconds in times.items() if name != "overlapping"}
 
     @property
     def step_s(self) -> float:
-        """A step's predicted time, in seconds; infinite where that could not be told."""
+        """A step's predicted time, in seconds; infinite if it could not be determined."""
         return float("inf") if self.answer is None else float(self.answer["step_s"])
 
     @property
     def overlapping_s(self) -> float:
-        """Its seconds if everything overlapped: a bound."""
+        """A step's seconds if everything overlapped, which is a lower bound."""
         return float("inf") if self.answer is None else float(self.answer["roofline_s"]["overlapping"])
 
     @property
@@ -78,22 +78,22 @@ Ask = Callable[[Variant, int], SearchPoint]
 
 
 def search(kinds: Sequence[Variant], ask: Ask, workers: int) -> list[SearchPoint]:
-    """Every point that was asked about, in the order of ``kinds``, by batch. ``ask`` is called from threads."""
+    """Returns every probed point, in the order of ``kinds``, then by batch. ``ask`` is called from threads."""
     with ThreadPoolExecutor(workers) as pool:
         found = list(pool.map(lambda kind: largest_that_fits(kind, ask), kinds))
     return [point for points in found for point in sorted(points, key=lambda p: p.batch)]
 
 
 def largest_that_fits(kind: Variant, ask: Ask) -> list[SearchPoint]:
-    """Bisects the batches of a kind, taking for granted that what a batch needs grows with it.
+    """Bisects the batches of a kind, assuming that memory grows with the batch.
 
-    What cannot be told ends the search of this kind: it is not the memory's fault.
+    A probe without an answer ends the search of this kind, since memory is not the cause.
     """
     batches = sorted(kind.batches)
     asked: list[SearchPoint] = []
     low, high = -1, len(batches)  # the largest place known to fit, the smallest known not to
     while high - low > 1:
-        # The largest one first: if that fits, nothing else has to be asked.
+        # The largest one first: if it fits, no other probe is needed.
         place = high - 1 if not asked else (low + high) // 2
         point = ask(kind, batches[place])
         asked.append(point)
@@ -104,15 +104,16 @@ def largest_that_fits(kind: Variant, ask: Ask) -> list[SearchPoint]:
 
 
 def best(points: Sequence[SearchPoint], goal: Goal = "batch") -> SearchPoint | None:
-    """The best point that fits: for ``batch`` the one with most tokens in a step, for ``speed`` the fastest. Equal ones
-    for ``batch`` go by predicted time, then all by size, the smallest first."""
+    """Returns the best point that fits: for ``batch`` the one with most tokens in a step, for ``speed`` the fastest.
+    Ties for ``batch`` are broken by predicted time, then all by size, the smallest first.
+    """
     fitting = [point for point in points if point.verdict == "fits"]
     tokens = (lambda p: p.tokens) if goal == "batch" else (lambda p: 0)
     return max(fitting, key=lambda p: (tokens(p), p.tokens_per_s, -p.peak_gib), default=None)
 
 
 def frontier(points: Sequence[SearchPoint]) -> list[SearchPoint]:
-    """The points that fit and that no other one beats in both tokens of a step and tokens/s."""
+    """Returns the points that fit and that no other one beats in both tokens per step and tokens/s."""
     fitting = [point for point in points if point.verdict == "fits"]
 
     def beaten(p: SearchPoint) -> bool:

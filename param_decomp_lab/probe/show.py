@@ -24,7 +24,7 @@ VERDICTS = {"fits": ("fits", "bold green"), "does_not_fit": ("does not fit", "bo
 
 
 def show(answer: ProbeAnswer, console: Console, n_buffers: int = 16) -> None:
-    """The whole answer."""
+    """Prints the whole answer."""
     console.print(_overview(answer))
     console.print("", _parts(answer))
     console.print(_arguments(answer))
@@ -34,7 +34,7 @@ def show(answer: ProbeAnswer, console: Console, n_buffers: int = 16) -> None:
 
 
 def table_console() -> Console:
-    """Where the answer goes; wide enough for its tables where nobody says how wide (a file, a pipe)."""
+    """Returns the console for the answer, wide enough for its tables if the output has no width (a file, a pipe)."""
     console = PlainConsole()
     return console if console.is_terminal or "COLUMNS" in os.environ else PlainConsole(width=WIDTH)
 
@@ -97,7 +97,7 @@ def _arguments(answer: ProbeAnswer) -> RenderableType:
 
 
 def _buffers(answer: ProbeAnswer, most: int) -> RenderableType:
-    """Alike ones, of one shape and scope, on one line."""
+    """Returns a table of buffers; those of the same shape and scope share one line."""
     step = answer.step
     table = plain_table(
         "Alive at the peak of the step (GiB)",

@@ -44,8 +44,8 @@ EVALUATIONS = ("evaluation", "slow evaluation", "figures", "rows of figures")
 class Phase:
     """A part of a run on one mesh.
 
-    ``elsewhere``: bytes of one device that are taken meanwhile and are not arguments of the program. ``groups``: bytes
-    of one device by what the arguments are.
+    ``elsewhere``: bytes of one device that are occupied meanwhile without being arguments of the program. ``groups``:
+    bytes of one device by kind of argument.
     """
 
     program: Program
@@ -55,9 +55,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Subject:
-    """``identity``: a text that differs where another program would be compiled. ``tokens``: of a step. ``phases``: in
-    the order of a run, `STEP` among them. ``flops``: counts the products of a step. ``described``, ``notes``: for
-    people."""
+    """What is probed. ``identity``: a text that differs if another program would be compiled. ``tokens``: of a step.
+    ``phases``: in the order of a run, including `STEP`. ``flops``: counts the products of a step. ``described``,
+    ``notes``: for people.
+    """
 
     title: str
     described: Mapping[str, str]
@@ -70,7 +71,7 @@ class Subject:
 
 
 def run_subject(config: RunConfig) -> Subject:
-    """A decomposition. UserError where its target's shapes are not known."""
+    """Returns a decomposition as a subject. Raises UserError if its target's shapes are unknown."""
     resolved = ResolvedConfig(config)
     target = known_target(resolved)
     outline, spec = partial(outline_on, resolved, target), resolved.decomposition
@@ -131,7 +132,7 @@ _NO_PROGRAM = {
     ),
     "torch": ("wandb", "cadence", "target"),
 }
-"""Parts of a configuration that no program depends on; of the target its shapes count."""
+"""Parts of a configuration on which no program depends; of the target, only its shapes matter."""
 
 
 def _identity(config: RunConfig, target: KnownTarget) -> str:
@@ -157,7 +158,9 @@ def _making(outline: Outline) -> Phase:
 
 
 def _preparing(program: Callable[[Outline], Program], outline: Outline) -> Phase:
-    """Before the components are what training starts from: the rest of the state waits meanwhile."""
+    """Returns a phase before training, in which the initial components are made while the other parts of the state wait
+    in memory.
+    """
     state = outline.state
     return Phase(program(outline), device_bytes(state) - device_bytes(state.components), {})
 
@@ -186,7 +189,9 @@ def _no_data(number: int) -> Any:
 
 
 def _saving(outline: Outline) -> Phase:
-    """Fingerprints are made of one array after the other; one that waits in host memory is brought for that."""
+    """Returns the phase of saving. Arrays are fingerprinted one at a time; one in host memory is copied to the device
+    for this.
+    """
     leaves = jax.tree.leaves(outline.state)
     largest = max([x for x in leaves if on_the_host(x)] or leaves, key=lambda x: prod(x.shape))
     program = Program(fingerprint_program(largest), (largest,))
@@ -194,7 +199,7 @@ def _saving(outline: Outline) -> Phase:
 
 
 def _restoring(outline: Outline) -> Phase:
-    """One array after the other is copied; the largest one counts."""
+    """Returns the phase of restoring. Arrays are copied one at a time, so the largest one counts."""
     state = outline.state
     largest = max(jax.tree.leaves(state), key=device_bytes)
     program = Program(copy_program(largest), (largest,))
@@ -202,7 +207,7 @@ def _restoring(outline: Outline) -> Phase:
 
 
 def _groups(state: State, weights: Any, inputs: Any) -> dict[str, int]:
-    """Bytes of one device by what a step is given."""
+    """Returns bytes of one device by kind of argument of a step."""
     source_moments = [(a.mean, a.square) for a in state.adversaries.values()]
     groups = {
         "target": weights,
@@ -218,10 +223,10 @@ def _groups(state: State, weights: Any, inputs: Any) -> dict[str, int]:
 
 
 def _flops(outline_on_mesh: Callable[[Mesh], Outline]) -> Flops:
-    """Traced with no mesh in force: the same arithmetic, as far as it is not in a `shard_map`."""
+    """Counts the FLOPs of a trace without a mesh, which has the same arithmetic except within a `shard_map`."""
     outline = outline_on_mesh(make_mesh(MeshShape()))
     spec, sites = outline.problem.decomposition, outline.problem.target.sites
-    # Where the state waits does not matter, and shapes alone cannot say that it is the host.
+    # It does not matter where the state waits, and shapes alone cannot express host memory.
     spec = replace(spec, memory=replace(spec.memory, offload_state=frozenset()))
     state = jax.eval_shape(partial(init_state, spec, sites, outline.leading))
     step = partial(training_step, replace(outline.problem, decomposition=spec))

@@ -15,8 +15,9 @@ from param_decomp_lab.safe_io.json_text import read_json
 
 @dataclass(frozen=True)
 class ProbeOutput:
-    """``answer``: what `pd probe --json` writes; None where there is no verdict; ``why`` says why not. ``out``: what it
-    prints."""
+    """The output of a probe. ``answer``: what `pd probe --json` writes; None without a verdict, for the reason in
+    ``why``. ``out``: what it prints.
+    """
 
     status: int
     answer: Mapping[str, Any] | None
@@ -38,7 +39,7 @@ def probe_in_subprocess(path: Path, sets: Sequence[str], options: Sequence[str])
 
 
 def _why(done: "subprocess.CompletedProcess[str]") -> str:
-    """The error message of `pd probe`, or its last output if Python or a library ended it."""
+    """Returns the error message of `pd probe`, or its last output if Python or a library ended it."""
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         return f"pd probe was ended by {name}{' (was there enough memory?)' * (name == 'SIGKILL')}"

@@ -21,8 +21,9 @@ SIZE = 8.0
 def timeline_figure(
     timeline: Timeline, title: str = "", *, pool: int | None = None, capacity: int | None = None, n_bands: int = 10
 ) -> Figure:
-    """Bytes alive on one device at each instruction of the schedule, arguments at the bottom and the temporaries above
-    them by where in the code they come from; lines at the usable ``pool`` and the card's ``capacity``, in bytes."""
+    """Draws the bytes alive on one device at each instruction of the schedule: arguments at the bottom, and above them
+    temporaries by their origin in the code. Lines mark the usable ``pool`` and the card's ``capacity``, in bytes.
+    """
     figure = Figure(figsize=(11, 5.4), dpi=150, facecolor="white")
     axes = figure.add_axes((0.06, 0.1, 0.67, 0.74))
     style_axes(axes, SIZE)
@@ -69,7 +70,7 @@ def _label(name: str, n_bytes: int) -> str:
 
 
 def _limits(axes: Axes, timeline: Timeline, pool: int | None, capacity: int | None) -> None:
-    """The lines; one that is far above what is used is said instead of drawn."""
+    """Draws the lines; a limit far above the used memory is written as text instead."""
     used = timeline.planned / GIB
     lines = {"pool": pool, "card": capacity}
     near = {name: n / GIB for name, n in lines.items() if n is not None and n / GIB < 2 * used}
@@ -102,7 +103,7 @@ def _mark_peak(axes: Axes, timeline: Timeline) -> None:
 
 
 def _name_phases(axes: Axes, timeline: Timeline) -> None:
-    """A strip above the panel that says what the program is at, where there is room for the words."""
+    """Draws a strip above the panel that names the phases of the program where there is room."""
     n = max(1, timeline.live.size - 1)
     width_pt = axes.get_position().width * 11 * 72
     for i, (first, last, name) in enumerate(phases(timeline)):

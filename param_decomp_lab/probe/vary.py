@@ -1,4 +1,4 @@
-"""`--vary`: what `pd fit` may choose, as kinds of runs and batches."""
+"""`--vary`: reads what `pd fit` may choose, as kinds of runs and batches."""
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +12,7 @@ from param_decomp_lab.probe.search import Variant
 from param_decomp_lab.safe_io.yaml_text import parse_yaml
 
 ROWS_PER_GPU = tuple(2**k for k in range(7))
-"""Batches tried where nothing is said: so many rows on each GPU that has rows of its own."""
+"""Default batches to try: numbers of rows on each GPU that has its own rows."""
 
 
 SHORT = {
@@ -24,7 +24,7 @@ SHORT = {
     "mesh.fsdp": "mesh=1x64x1,8x8x1",
     "mesh.tensor": "mesh=1x64x1,1x32x2",
 }
-"""Keys of the configuration that are varied by another name here, with an example."""
+"""Keys of the configuration that have a short name here, with an example."""
 
 
 Axes = tuple[int, int, int]
@@ -33,7 +33,9 @@ Axes = tuple[int, int, int]
 
 def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
     """``batch=64..2048`` doubles from 64 on; ``seq=512,2048`` lists; ``mesh=1x64x1,2x32x1`` are replica x fsdp x
-    tensor; ``memory=lean,balanced`` are presets; any other key is one of the configuration. UserError for others."""
+    tensor; ``memory=lean,balanced`` are presets; any other key is one of the configuration. Raises UserError for other
+    texts.
+    """
     found: dict[str, list[Any]] = {}
     for text in texts:
         key, equals, value_text = text.partition("=")
@@ -81,10 +83,11 @@ def kinds(
     set_keys: Collection[str] = (),
     per_node: int = 8,
 ) -> list[Variant]:
-    """All combinations; of what is not varied the configuration's own value, its mesh stretched over the GPUs.
+    """Returns all combinations. Keys that are not varied have the configuration's own value, with its mesh stretched
+    over the GPUs.
 
-    Batch and preset are varied without being named, unless they are among the keys ``said`` by `--set`. UserError for a
-    mesh that does not multiply to the GPUs.
+    Batch and preset are varied by default, unless they are in ``set_keys``. Raises UserError for a mesh whose axes do
+    not multiply to the number of GPUs.
     """
     meshes = meshes_of(config, n_gpus, vary)
     own_preset = config.wrapper.memory.preset
@@ -92,7 +95,7 @@ def kinds(
     presets = list(vary.get("memory", ())) or list(dict.fromkeys((own_preset, *others)))
     seqs = list(vary.get("seq", ())) or [None]
     keys = {key: values for key, values in vary.items() if key not in ("batch", "seq", "mesh", "memory")}
-    # A configuration that makes no difference between nodes stays so: as if all GPUs were in one.
+    # A configuration that ignores nodes continues to do so, as if all GPUs were in one node.
     in_node = per_node if config.wrapper.mesh.nodes > 1 else n_gpus
     found = []
     for mesh, preset, seq, *rest in itertools.product(meshes, presets, seqs, *keys.values()):
@@ -121,8 +124,9 @@ def sets_mesh(keys: Collection[str]) -> bool:
 
 
 def meshes_of(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]]) -> list[Axes]:
-    """Those that ``vary`` gives, else the configuration's, stretched over the GPUs. UserError for a mesh that does not
-    multiply to the GPUs."""
+    """Returns the meshes that ``vary`` gives, else the configuration's, stretched over the GPUs. Raises UserError for a
+    mesh whose axes do not multiply to the number of GPUs.
+    """
     own = config.wrapper.mesh
     meshes = list(vary.get("mesh", ()))
     if not meshes:
@@ -139,7 +143,7 @@ def meshes_of(config: RunConfig, n_gpus: int, vary: Mapping[str, Sequence[Any]])
 
 
 def mesh_sizes(mesh: Axes, per_node: int) -> dict[str, int]:
-    """The mesh as a setting, its fsdp axis divided by nodes where it spans several."""
+    """Returns the mesh as a setting, with its fsdp axis divided by nodes if it spans several."""
     replica, fsdp, tensor = mesh
     nodes, rest = divmod(fsdp * tensor, per_node)
     whole_nodes = nodes > 1 and not rest and fsdp % nodes == 0
@@ -149,8 +153,9 @@ def mesh_sizes(mesh: Axes, per_node: int) -> dict[str, int]:
 def fitting_evaluation(
     config: RunConfig, settings: Mapping[str, Any], said: Collection[str]
 ) -> tuple[tuple[str, Any], ...]:
-    """``settings`` and, where the evaluation's batch is not a multiple of what the mesh needs and nobody has ``said``
-    how large it is, a larger one."""
+    """Returns ``settings`` and, if the evaluation's batch does not fit the mesh and its size is not among the keys
+    ``said``, a larger batch.
+    """
     rows, evaluated = batch_multiple(config, settings), config.method.eval
     if evaluated is not None and evaluated.batch_size % rows and "eval.batch_size" not in said:
         settings = {**settings, "eval.batch_size": -(-evaluated.batch_size // rows) * rows}
@@ -158,8 +163,9 @@ def fitting_evaluation(
 
 
 def evaluating_less(config: RunConfig, kind: Variant) -> Variant | None:
-    """Runs as ``kind`` has them, with smaller batches in an evaluation and so many more of them that it sees as many
-    rows; None where a batch is as small as the mesh allows."""
+    """Returns ``kind`` with smaller and correspondingly more batches in an evaluation, so that it sees the same number
+    of rows; None if a batch is already as small as the mesh allows.
+    """
     own, settings = config.method.eval, dict(kind.settings)
     assert own is not None
     rows = batch_multiple(config, settings)
@@ -173,6 +179,8 @@ def evaluating_less(config: RunConfig, kind: Variant) -> Variant | None:
 
 
 def batch_multiple(config: RunConfig, settings: Mapping[str, Any]) -> int:
-    """Rows of which a batch is a multiple: one on each GPU that has rows of its own, in each micro-batch."""
+    """Returns the number of rows of which a batch is a multiple: one on each GPU that has its own rows, in each
+    micro-batch.
+    """
     mesh, parts = settings["mesh"], settings.get("memory.micro_batches", config.wrapper.memory.micro_batches)
     return int(mesh["replica"] * mesh["fsdp"] * parts)

@@ -1,7 +1,7 @@
-"""Several processes as one run: exchanging values, and ending all processes when one fails.
+"""Runs several processes as one: exchanges values between them, and ends all of them when one fails.
 
-All messages go through the key-value store of JAX's coordination service in process 0, never through the devices: they
-take no device time, and arrive even while the devices or the main thread of a process wait for another process.
+All messages go through the key-value store of JAX's coordination service in process 0, never through the devices:
+messages take no device time, and arrive even while the devices or the main thread of a process wait for another one.
 """
 
 import itertools
@@ -21,26 +21,26 @@ from param_decomp_lab.folders import boot_id
 T = TypeVar("T")
 
 FOREVER_MS = 10**9
-"""Eleven days, since other processes may compile for long. JAX's heartbeats detect a process that dies."""
+"""Eleven days, since other processes may compile for a long time. JAX's heartbeats detect a process that dies."""
 GRACE_S = 5.0
-"""Time for a process to end by itself (closing its files) after another one failed, before it is killed."""
+"""Time for a process to exit by itself (closing its files) after another one failed, before it is killed."""
 EXIT_MARGIN_S = 2.0
 """Time from a process announcing its exit to its exit, on a busy machine."""
 
 
 class Refused(UserError):
-    """A user's mistake known to all processes: each exits by itself, with status 2."""
+    """A user's mistake that all processes know: each exits by itself, with status 2."""
 
 
 class RefusedElsewhere(SystemExit):
-    """Exit with status 2 in a process other than 0, which prints the message."""
+    """Exit with status 2 in a process other than process 0, which prints the message."""
 
 
 class Processes:
     """The processes of a run, as seen by process ``number`` of ``count``.
 
     Every process must make the same calls in the same order. ``client``: JAX's client of the coordination service; None
-    for a single process, for which every method is trivial.
+    for a single process, where every method is trivial.
     """
 
     def __init__(self, number: int = 0, count: int = 1, client: Any = None) -> None:
@@ -54,7 +54,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is process 0, which does what is done once per run: files, wandb, the terminal."""
+        """Whether this is process 0, which does everything that happens once per run: files, wandb, the terminal."""
         return self.number == 0
 
     def end(self, status: int, why: str) -> NoReturn:
@@ -76,11 +76,11 @@ class Processes:
             act(status)
 
     def turn(self) -> str:
-        """A new name, the same in every process."""
+        """Returns a new name, the same in every process."""
         return f"param_decomp/{next(self._turns)}"
 
     def gather(self, value: str, name: str | None = None) -> list[str]:
-        """The values of all processes, in their order. ``name``: needed off the main thread."""
+        """Returns the values of all processes, in their order. ``name``: required off the main thread."""
         if self.count == 1:
             return [value]
         name = name or self.turn()
@@ -90,7 +90,7 @@ class Processes:
         return [found[number] for number in range(self.count)]
 
     def from_first(self, value: str) -> str:
-        """The value that process 0 passed."""
+        """Returns the value that process 0 passed."""
         return self.gather(value)[0]
 
     @contextmanager
@@ -116,8 +116,9 @@ class Processes:
         raise Refused(reasons[0] if who == 0 else f"process {who} of {self.count}: {reasons[who]}") from refusal
 
     def in_turn(self, action: Callable[[], T]) -> T:
-        """Runs ``action`` in process 0 first, then in the others, and returns its result. What needs doing only once
-        (such as training a target) is then found done by the others."""
+        """Runs ``action`` in process 0 first, then in the others, and returns its result. The other processes then find
+        work that is needed only once (such as training a target) already done.
+        """
         if not self.first:
             with self.sharing_errors():
                 pass
@@ -127,8 +128,9 @@ class Processes:
 
     def once_per_node(self, action: Callable[[], T]) -> T:
         """Runs ``action`` in process 0, then in the first process of every other node, then in the rest, and returns
-        its result. What needs doing once per disk (such as fetching weights) is then found done by the others, whether
-        the nodes share a disk or not."""
+        its result. The other processes then find work that is needed once per disk (such as fetching weights) already
+        done, whether or not the nodes share a disk.
+        """
         if self.count == 1:
             return action()
         nodes = self.gather(f"{socket.gethostname()} {boot_id()}")
@@ -204,7 +206,7 @@ class _Failures:
         self._broadcast = Broadcast(processes, self._name, self._follow_later)
 
     def finish(self) -> None:
-        """Returns when all processes are done; until then all of them still learn of a failure in one."""
+        """Returns when all processes are done; until then a failure in one still ends all of them."""
         self._processes.gather("", self._end)
         self._broadcast.close()
 

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other: an address that is given, or Slurm's variables."""
+"""Connects the processes of a run, by an address that is given or by Slurm's variables."""
 
 import os
 import socket
@@ -28,7 +28,7 @@ class ByAddress:
 
 @dataclass(frozen=True)
 class BySlurm:
-    """A task of ``srun``. ``devices``: which of the GPUs that it sees are its own; None: left to JAX."""
+    """A task of ``srun``. ``devices``: the GPUs it owns among those it sees; None leaves the choice to JAX."""
 
     devices: tuple[int, ...] | None
 
@@ -36,10 +36,10 @@ class BySlurm:
 def find_place(
     coordinator: str | None, count: int | None, number: int | None, environment: Mapping[str, str]
 ) -> ByAddress | BySlurm | None:
-    """Where this process belongs, None if it is alone.
+    """Returns the place of this process among those of the run; None if it is alone.
 
-    What is given explicitly counts; otherwise what `srun` says; ``count`` 1 means alone whatever the environment says.
-    UserError when the three are not given together, or do not make sense.
+    Explicit arguments take precedence over the variables of `srun`; ``count`` 1 means alone, whatever the environment
+    says. Raises UserError if the three are not given together or are inconsistent.
     """
     if count == 1 and number in (None, 0):
         return None
@@ -63,10 +63,11 @@ def find_place(
 
 
 def task_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The GPUs of a task, numbered as it sees them: an equal share of a node's, or all that it was given for itself.
+    """Returns the GPUs of a task, numbered as it sees them: an equal share of the node's, or all that Slurm reserved
+    for it.
 
-    JAX by itself would take one per task, the one with the task's number on its node: wrong for one task with a node
-    to itself, and for a task to which Slurm shows only its own GPU.
+    By default, JAX takes one GPU per task, the one with the task's number on its node. This is wrong for a task that
+    has a node to itself, and for a task that sees only its own GPU.
     """
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0]
     shown = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -82,9 +83,9 @@ def task_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
 
 @contextmanager
 def joined(coordinator: str | None = None, count: int | None = None, number: int | None = None) -> Iterator[Processes]:
-    """The processes of this run, found as `find_place` says. To be entered before anything asks JAX for a device.
+    """Joins the processes of this run, found as in `find_place`. Enter it before anything asks JAX for a device.
 
-    UserError when they cannot be found. A failure inside ends all of them (`propagate_failures`).
+    Raises UserError if they cannot be found. A failure inside the block ends all of them (`propagate_failures`).
     """
     place = find_place(coordinator, count, number, os.environ)
     if place is None:
@@ -97,9 +98,9 @@ def joined(coordinator: str | None = None, count: int | None = None, number: int
 
 def _initialize(place: ByAddress | BySlurm) -> Processes:
     import jax
-    from jax._src.distributed import global_state  # the store has no public name; orbax, too, takes it from here
+    from jax._src.distributed import global_state  # not public, but orbax takes the store from here, too
 
-    # It would put its own handler in place of any for SIGTERM, and know nothing of Ctrl-C (see stop_signal.py).
+    # JAX's own handler would replace ours for SIGTERM and ignore Ctrl-C (see stop_signal.py).
     jax.config.update("jax_enable_preemption_service", False)
     match place:
         case ByAddress(coordinator, processes, number):
@@ -115,7 +116,7 @@ def _initialize(place: ByAddress | BySlurm) -> Processes:
 
 
 def _check_address(place: ByAddress) -> None:
-    """JAX aborts the process, with a stack trace, when it cannot listen or nobody answers: say it in words before."""
+    """Raises UserError if JAX could not listen or nobody answers; JAX itself would abort with a stack trace."""
     host, _, port = place.coordinator.rpartition(":")
     address = host.strip("[]"), int(port)
     try:
@@ -141,7 +142,7 @@ def _check_address(place: ByAddress) -> None:
 
 def _refuse_taken(coordinator: str, port: int) -> None:
     with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an earlier run left behind may go
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier run may have left it in TIME_WAIT
         try:
             listener.bind(("", port))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Stopping on a signal: where nothing is lost, and in all processes at the same place."""
+"""Stops a run on a signal, without losing work and in all processes at the same place."""
 
 import atexit
 import select
@@ -18,7 +18,7 @@ STOPPED = 75
 PATIENCE_S = 5.0
 """Time for the main thread to exit by itself while ending it would lose nothing."""
 LAST_PATIENCE_S = 60.0
-"""The same while it is exiting: it closes files, and other processes may be writing the report."""
+"""The same time while it is exiting: it closes files, and other processes may be writing the report."""
 
 
 class StopSignal:
@@ -60,7 +60,7 @@ class StopSignal:
         return self._listening
 
     def __call__(self) -> bool:
-        """Whether to stop here; one check."""
+        """Checks once whether to stop here."""
         if self._processes.count == 1:
             return self.requested
         with self._lock:
@@ -68,7 +68,7 @@ class StopSignal:
             return self._agreed is not None and self._checks >= self._agreed
 
     def may_leave(self, where: str, patience: float = PATIENCE_S) -> None:
-        """From now on ending this process loses nothing, since everything is saved.
+        """Declares that everything is saved, so that from now on ending this process loses nothing.
 
         ``where``: completes the message "stopped …". ``patience``: seconds for the main thread to exit in order.
         """
@@ -76,7 +76,7 @@ class StopSignal:
             self._nothing_new, self._since, self._patience = where, time.monotonic(), patience
 
     def must_save(self) -> None:
-        """From now on there is something to save, so the process must not be ended at once."""
+        """Declares that there is something to save, so that from now on the process must not be ended at once."""
         with self._lock:  # held by a thread that is ending the process: the main thread waits here
             self._nothing_new = None
 

@@ -1,1 +1,1 @@
-"""A run on disk: its folder, its checkpoints, what it recorded, and how it is opened."""
+"""Reads and writes a run on disk: its folder, its checkpoints and its records; and opens it."""

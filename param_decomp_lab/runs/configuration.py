@@ -1,4 +1,6 @@
-"""The resolved ``config.yaml`` in a few readable lines. Any key may be missing: old runs have old keys."""
+"""Summarizes the resolved ``config.yaml`` in a few readable lines. Any key may be missing, since old runs have old
+keys.
+"""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -55,7 +57,7 @@ def loss_terms(config: Mapping[str, Any]) -> list[LossTerm]:
 
 
 def attack_steps(config: Mapping[str, Any], name: str) -> int | None:
-    """Ascent steps of the evaluation's fresh attack that is logged as ``name``."""
+    """Returns the ascent steps of the evaluation's fresh attack that is logged as ``name``."""
     for entry in _list(config, "eval", "metrics"):
         if name in (entry.get("name"), entry.get("type")) and isinstance(entry.get("n_steps"), int):
             return int(entry["n_steps"])
@@ -75,7 +77,7 @@ def least_p(config: Mapping[str, Any]) -> float:
 
 
 def component_counts(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
-    """C of those ``names`` that one of the configured patterns matches, with or without ``model.``."""
+    """Returns C for those ``names`` that one of the configured patterns matches, with or without ``model.``."""
     counts: dict[str, int] = {}
     patterns = _list(config, "pd", "decomposition_targets")
     identities = _list(config, "pd", "identity_decomposition_targets")
@@ -91,7 +93,7 @@ def component_counts(config: Mapping[str, Any], names: Iterable[str]) -> dict[st
 
 
 def overview(config: Mapping[str, Any], n_sites: int, last_step: int | None) -> list[tuple[str, str]]:
-    """Label and value of what one wants to know first: model, sites, sizes, optimisers, layout."""
+    """Returns labels and values of what people want to know first: model, sites, sizes, optimisers, layout."""
     patterns = _list(config, "pd", "decomposition_targets")
     sites = ", ".join(f"{entry.get('module_pattern')} (C = {_count(entry.get('C'))})" for entry in patterns)
     mode = get(config, "pd", "ci_config", "fn_type")
@@ -164,7 +166,7 @@ def _is_number(value: object) -> bool:
 
 
 def _count(value: Any) -> str:
-    """A number, and whatever else stands in its place."""
+    """Formats a number, or whatever else is in its place."""
     return number(value) if value is None or _is_number(value) else one_line(value)
 
 

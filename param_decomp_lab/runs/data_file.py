@@ -1,4 +1,6 @@
-"""`data.json` of a run folder: what a prompt must do to be like the run's data, so that it needs no data."""
+"""`data.json` of a run folder: how a prompt must be made to resemble the run's data, so that the
+data are not needed.
+"""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,7 +16,7 @@ DATA_FILE = "data.json"
 
 @dataclass(frozen=True)
 class TextOfRun:
-    """``bos``: the token id that the rows of the run's data begin with; None for none."""
+    """``bos``: the token id that the rows of the run's data begin with; None without one."""
 
     bos: int | None
 

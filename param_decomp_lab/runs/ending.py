@@ -1,4 +1,4 @@
-"""`ended.json` of a run folder: how the run ended, if it could still write that. Absent while the run is running."""
+"""`ended.json` of a run folder: how the run ended, if it could still be written. Absent while the run is running."""
 
 import json
 import time
@@ -34,7 +34,7 @@ def record_end(
 
     def note(how: Ending, why: str) -> None:
         with suppress(OSError):  # a folder that cannot be written is reported elsewhere
-            # Else another job has the run, or another folder its name.
+            # Otherwise, another job has the run, or another folder has its name.
             if processes.first and in_place() and displaced_by(run_folder) is None:
                 write_whole(file, json.dumps({"how": how, "why": why, "time": time.time()}) + "\n")
 

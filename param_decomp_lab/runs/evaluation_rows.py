@@ -1,4 +1,6 @@
-"""Section 11 of docs/semantics.md, read back from the metrics: the CE/KL table, attacks, L0 per site."""
+"""Reads back from the metrics what section 11 of docs/semantics.md defines: the CE/KL table,
+attacks, L0 for each site.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,7 @@ from param_decomp_lab.ui.charts import Series
 
 @dataclass(frozen=True)
 class MaskingRow:
-    """One masking of the CE/KL table; ``cells[measure]`` is its series, absent where it was not logged."""
+    """One masking of the CE/KL table; ``cells[measure]`` is its series, absent if it was not logged."""
 
     masking: str
     meaning: str
@@ -96,8 +98,9 @@ def kl(series: Mapping[str, Series], masking: str) -> Series | None:
 
 
 def attacks(series: Mapping[str, Series]) -> dict[str, Series]:
-    """Evaluation losses under a fresh attack, by name: everything under ``eval/loss/`` that is called PGD. Without the
-    parts of a loss (R6)."""
+    """Returns the evaluation losses under a fresh attack, by name: everything under ``eval/loss/`` that is called PGD,
+    without the parts of a loss (R6).
+    """
     prefix = "eval/loss/"
     found = {
         key.removeprefix(prefix): values
@@ -148,7 +151,7 @@ def l0_names(series: Mapping[str, Series]) -> list[str]:
 
 
 def relative(value: float | None, reference: float | None) -> float | None:
-    """``value / reference`` where that means something."""
+    """Returns ``value / reference`` if that is meaningful."""
     if value is None or reference is None or not isfinite(value) or not isfinite(reference) or reference <= 0:
         return None
     return value / reference

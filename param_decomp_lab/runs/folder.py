@@ -44,8 +44,8 @@ def resume_command(folder: Path) -> str:
 def make_run_folder(folder: Path, config: RunConfig) -> None:
     """Creates the run folder with its configuration and environment.
 
-    The folder appears complete or not at all, since a run killed halfway could neither resume nor start anew in it.
-    Raises UserError if it cannot be written.
+    The folder appears complete or not at all, since a run that was killed halfway could neither be resumed nor started
+    anew in it. Raises UserError if it cannot be written.
     """
     try:
         with new_folder(folder, marker=CONFIG_FILE, overwrite=False) as made:
@@ -126,13 +126,13 @@ def commit_of_the_code() -> str | None:
         )
     except FileNotFoundError:  # no git here
         return None
-    # An installed package may lie in somebody else's checkout.
+    # An installed package may be inside another project's checkout.
     top, _, commit = told.stdout.strip().partition("\n")
     return commit if told.returncode == 0 and Path(top).resolve() == root.resolve() else None
 
 
 def _environment() -> dict[str, Any]:
-    import jax  # not above: `pd runs` needs the names of the files alone
+    import jax  # imported here, because `pd runs` needs only the file names
 
     return {
         "command": sys.argv,

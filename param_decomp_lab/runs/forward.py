@@ -67,8 +67,9 @@ def masked_at(
     sources: Bundle,
     live: tuple[int, ...],
 ) -> tuple[Array, Array]:
-    """The target's output ``[B, d]`` at one position of each row (0 for a toy): as it is, and with the ``live`` sites
-    masked by ``sources`` at that position alone; at the others they are as they are (I5)."""
+    """Returns the target's output ``[B, d]`` at one position of each row (0 for a toy), twice: of the original target,
+    and with the ``live`` sites masked by ``sources`` only at that position (I5).
+    """
     learned = hold_for_reading(problem, learned)
     batch = read_batch(problem, learned, weights, inputs).with_squash(jnp.zeros_like)
     leading = batch.clean_pass.leading
@@ -95,8 +96,9 @@ def attacked(
     steps: int,
     step_size: float,
 ) -> Bundle:
-    """Sources that an attack finds from ``start`` (A1, I3): it raises the error (R1) of the output against the one that
-    the importances alone give. Masks are ``value`` where they are ``fixed``, whatever the sources are."""
+    """Returns the sources that an attack finds from ``start`` (A1, I3). It maximizes the error (R1) relative to the
+    output with masks equal to the importances. Masks are ``value`` where they are ``fixed``, regardless of the sources.
+    """
     learned = hold_for_reading(problem, learned)
     batch = read_batch(problem, learned, weights, inputs).with_squash(jnp.zeros_like)
     live = tuple(range(len(problem.target.sites)))

@@ -1,4 +1,4 @@
-"""How a text goes on, according to an opened run's target or to its components."""
+"""Continues a text with an opened run's target or its components."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +14,9 @@ from param_decomp_lab.runs.masks import Delta, Masks
 def extended(
     tokens: Sequence[int], n: int, longest: int | None, next_token: Callable[[list[int]], int]
 ) -> tuple[int, ...]:
-    """Up to ``n`` tokens that follow ``tokens``, each chosen by ``next_token`` from all before it; fewer where rows
-    have at most ``longest`` tokens."""
+    """Returns up to ``n`` tokens that follow ``tokens``, each chosen by ``next_token`` from all before it; fewer if
+    rows would exceed ``longest`` tokens.
+    """
     row = list(tokens)
     for _ in range(n):
         if longest is not None and len(row) >= longest:
@@ -36,8 +37,8 @@ def generate(
     if row.ndim != 1:
         raise UserError(f"generate: one row of tokens is continued, not {list(row.shape)}")
     longest, rng = run.longest_row, np.random.default_rng(seed)
-    # A token depends on none after it, so rows padded to the full length all run in one program. Importances may
-    # depend on the whole row: with them each length is a program of its own.
+    # A token does not depend on later ones, so rows padded to the full length all run in one program. Importances may
+    # depend on the whole row, so with them each length needs its own program.
     padded = len(row) + n if longest is None else min(len(row) + n, longest)
     padded = 0 if _needs_importances(masks) else padded
 

@@ -1,4 +1,4 @@
-"""Whether a run's folder and its open file are still where they were: each may be renamed, removed or replaced."""
+"""Checks whether a run's folder and its open file are still in place: each may be renamed, removed or replaced."""
 
 import errno
 import os
@@ -11,20 +11,21 @@ _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
 
 class Displaced(CannotWrite):
-    """What the run writes to is not at its path any more; says what to do. Exit status 1."""
+    """Raised if what the run writes to is no longer at its path. The message says what to do. Exit status 1."""
 
 
 def what_became_of(path: Path, descriptor: int) -> str | None:
-    """What happened to the file or folder that ``descriptor`` has open since it was at ``path``; None if it is there.
+    """Says what happened to the file or folder that ``descriptor`` has open since it was at ``path``; None if it is
+    still there.
 
-    Compared with what is open, not with numbers noted earlier: as long as it is open, a file system gives its number to
-    no other file, and one that makes numbers up (sshfs) does not change it.
+    The path is compared with the open file, not with an inode number noted earlier. While a file is open, a file system
+    does not reuse its number, and one that invents numbers (sshfs) does not change it.
     """
     try:
         there = path.stat()
     except OSError as error:
         if error.errno not in _MISSING:
-            return None  # unknown; whoever writes there will be told
+            return None  # unknown; the next write will report it
         now = _path_now(descriptor)
         return f"was renamed to {now}" if now is not None else "was removed or renamed"
     try:
@@ -38,7 +39,7 @@ def what_became_of(path: Path, descriptor: int) -> str | None:
 
 
 def _path_now(descriptor: int) -> Path | None:
-    """Where the open file or folder lies now; None if the system does not tell, or it has been removed."""
+    """Returns the current path of the open file or folder; None if the system does not tell it, or it was removed."""
     try:
         now = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         return now if os.path.samestat(now.stat(), os.fstat(descriptor)) else None
@@ -47,7 +48,7 @@ def _path_now(descriptor: int) -> Path | None:
 
 
 class FolderIdentity:
-    """Holds the run folder, or one in it, open, to notice if another, or none, is at its path. For process 0."""
+    """Keeps the run folder, or one in it, open, to notice if it is replaced or removed. For process 0."""
 
     def __init__(self, folder: Path, run: Path | None = None) -> None:
         """``run``: the run folder, if ``folder`` is one in it. Raises CannotWrite if there is no such folder."""

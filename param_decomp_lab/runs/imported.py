@@ -14,8 +14,9 @@ IMPORTED_FILE = "imported.json"
 @dataclass(frozen=True)
 class ImportOrigin:
     """``source``: a folder, or a run on wandb. ``checkpoint``, ``sha256``: the file in it, and its hash.
-    ``configuration``: the file with its settings, of which ``left_out`` were not translated. ``target``: where its
-    weights came from."""
+    ``configuration``: the file with its settings; ``left_out``: settings that were not translated. ``target``: the
+    source of its weights.
+    """
 
     source: str
     step: int
@@ -29,12 +30,12 @@ class ImportOrigin:
         return f"imported from {self.source}, step {self.step:,}"
 
     def write(self, run_folder: Path) -> None:
-        """Raises OSError."""
+        """Writes the file. Raises OSError."""
         (run_folder / IMPORTED_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_imported(run_folder: Path) -> ImportOrigin | None:
-    """Where the run came from; None for one that was trained here. Raises UserError for a damaged file."""
+    """Returns the origin of the run; None for a run that was trained here. Raises UserError for a damaged file."""
     file = run_folder / IMPORTED_FILE
     if not file.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Inputs of an opened run, checked against what its target and its CI function take."""
+"""Checks the inputs of an opened run against what its target and its CI function take."""
 
 from typing import Any
 

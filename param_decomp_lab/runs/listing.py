@@ -67,7 +67,9 @@ class RunStatus:
 
 
 def find_runs(folders: Sequence[Path]) -> list[RunStatus]:
-    """All runs in or below ``folders``, the most recently active first. UserError for a missing folder."""
+    """Returns all runs in or below ``folders``, the most recently active first. Raises UserError
+    for a missing folder.
+    """
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder; say where the runs are: pd runs FOLDER")
@@ -89,7 +91,7 @@ def run_folders(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _looks_like_a_run(folder: Path) -> bool:
-    """By its files or by its name."""
+    """Whether the folder looks like a run, by its files or its name."""
     try:
         has_files = (folder / CONFIG_FILE).is_file() or (folder / CHECKPOINTS).is_dir()
     except OSError:  # somebody else's folder
@@ -101,7 +103,7 @@ def read_run(folder: Path) -> RunStatus:
     """The status of one run; problems with its folder are reported in it, not raised."""
     try:
         return _read(folder)
-    except Exception as error:  # whatever is wrong with this one, the others are listed
+    except Exception as error:  # an error in one run must not hide the others
         why = str(error) if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {error}"
         return RunStatus(str(folder), folder.name, "broken", seen=_seen(folder), why=printable(why, 2000))
 
@@ -117,7 +119,8 @@ def _read(folder: Path) -> RunStatus:
     seen, seconds = _seen(folder), last.get("train/perf/step_time_s")
     ending, imported = read_ending(folder), read_imported(folder)
     held, locked_at = is_held(folder), _changed(folder / LOCK_FILE)
-    # Locked by another machine, whose process cannot be checked: only that it took the lock after the last end.
+    # The lock is held by another machine, whose process cannot be checked; only that it took the lock after the last
+    # end.
     on_other_machine = held is None and holder(folder) is not None and locked_at > _changed(folder / ENDING_FILE)
     quiet = time.time() - max(seen, locked_at if on_other_machine else 0.0)
     writes = quiet < max(PATIENCE_S, 10 * span * (seconds or 0.0))
@@ -159,7 +162,7 @@ def _seen(folder: Path) -> float:
 
 
 def _changed(path: Path) -> float:
-    """Seconds since 1970; 0 for what cannot be looked at."""
+    """Returns the modification time in seconds since 1970; 0 if it cannot be read."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -168,7 +171,9 @@ def _changed(path: Path) -> float:
 
 def _last_values(file: Path) -> tuple[dict[str, float], int | None, int]:
     """Newest value of every metric near the end of `metrics.jsonl`; steps done by then (None without a row); steps
-    between the last two training rows. A line cut by a kill, or by the look at the end alone, is passed over."""
+    between the last two training rows. Skips lines that are incomplete because of a kill, or because only the end of
+    the file is read.
+    """
     last: dict[str, float] = {}
     done: int | None = None
     trained: list[int] = []
@@ -184,7 +189,7 @@ def _last_values(file: Path) -> tuple[dict[str, float], int | None, int]:
 
 
 def rows_at_the_end(file: Path) -> Iterator[dict[str, Any]]:
-    """Rows near the end of a `metrics.jsonl`, none without one; lines that are not rows are passed over."""
+    """Yields rows near the end of a `metrics.jsonl`, if it exists; skips lines that are not rows."""
     if not file.is_file():
         return
     with file.open("rb") as lines:
@@ -195,7 +200,7 @@ def rows_at_the_end(file: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             with suppress(ValueError):
                 yield parse_row(line)
-            if not line.endswith(b"\n"):  # the run is writing it: what comes next is its rest
+            if not line.endswith(b"\n"):  # the run is writing it: the next read gives its remainder
                 return
 
 
@@ -229,7 +234,7 @@ def show_runs(found: Sequence[RunStatus], as_json: bool) -> None:
         return
     columns = (("run", "wrap"), ("name", "wrap"), ("state", "left"), ("step", "right"), ("a step", "right"))
     table = plain_table("", *columns, ("tok/s", "right"), ("seen", "right"), ("", "wrap"))
-    # A folder in one piece can be copied; the numbers may take more lines.
+    # An unwrapped folder name can be copied; the numbers may take more lines.
     table.columns[0].no_wrap = all(len(run.folder) <= WIDEST for run in found)
     for run in found:
         table.add_row(

@@ -1,4 +1,4 @@
-"""Opening a run folder: its checkpoint is found, and the components and CI function are read from it."""
+"""Opens a run folder: finds its checkpoint, and reads the components and the CI function from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def open_run(
     devices: int | None = None,
     target: str | Path | None = None,
 ) -> Opened:
-    """The run in ``folder`` as a ``kind`` of opened run. Arguments and errors: as of `load_run`."""
+    """Opens the run in ``folder`` as a ``kind`` of opened run. Arguments and errors are those of `load_run`."""
     found = find_checkpoint(Path(folder), step, None if target is None else Path(target))
     size = _bytes(learned_shapes(found.problem, make_mesh(MeshShape())))
     mesh = mesh_for(size + count_weight_bytes(found.resolved, found.architecture), devices)
@@ -58,7 +58,7 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(folder: Path, step: int | None = None, target: Path | None = None) -> FoundCheckpoint:
-    """The checkpoint that `open_run` would open. Reads no array; raises UserError like `open_run`."""
+    """Returns the checkpoint that `open_run` would open. Reads no arrays; raises UserError like `open_run`."""
     folder = folder.expanduser()
     config = saved_config(folder)
     if target is not None:

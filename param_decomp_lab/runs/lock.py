@@ -87,7 +87,7 @@ class Holder:
         return f"process {self.pid} on {self.host}{job}, since {self.since}"
 
     def why_gone(self, now: "Holder", locked: bool) -> str:
-        """Why this holder has certainly ended, as seen from the process ``now``; "" if it may be alive.
+        """Says why this holder has certainly ended, as seen from the process ``now``; "" if it may be alive.
 
         ``locked``: whether ``now`` has acquired `flock`.
         """
@@ -106,7 +106,7 @@ class Holder:
 
 
 def holder(folder: Path) -> Holder | None:
-    """The process named in the lock file, which may have been killed; None if there is none."""
+    """Returns the process named in the lock file, which may have been killed; None if there is none."""
     try:
         return Holder.read(read_text(folder / LOCK_FILE, "the lock"))
     except UserError:
@@ -188,7 +188,7 @@ def _take(folder: Path, console: Console) -> int:
         _write(file, now)
         if locked is None or now.job:  # on a cluster `flock` may be local to this machine
             time.sleep(SETTLE_S)
-            after = holder(folder)  # opened anew: the open file may show stale contents
+            after = holder(folder)  # opened again: the open file may show stale contents
             if after != now:
                 raise UserError(f"another job took {folder} at the same time and has it now: {after}")
     except BaseException:

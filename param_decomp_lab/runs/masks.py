@@ -24,7 +24,7 @@ Masks = Literal["ci"] | Mapping[str, Mask]
 
 
 def by_site(sites: Sites, masks: Masks, leading: tuple[int, ...]) -> dict[str, Literal["ci"] | np.ndarray]:
-    """The mask of every live site, in canonical order: ``"ci"``, or floats that broadcast to ``[*leading, C]``.
+    """Returns the mask of every live site, in canonical order: ``"ci"``, or floats that broadcast to ``[*leading, C]``.
 
     Raises UserError for an unknown site, a site matched by two patterns, a mask of the wrong shape, or a component
     number that the site does not have.
@@ -85,7 +85,7 @@ Delta = float | Mapping[str, Any]
 def bundle(
     sites: Sites, masks: Mapping[str, Float[np.ndarray, "*n C"]], leading: tuple[int, ...], delta: Delta
 ) -> tuple[tuple[int, ...], Bundle]:
-    """The live sites, and sources equal to these masks when λ is taken as 0.
+    """Returns the live sites, and sources that equal these masks if λ is taken as 0.
 
     Raises UserError for a delta of the wrong shape, or of a site that is not masked.
     """
@@ -112,7 +112,7 @@ def bundle(
 
 
 def delta_weights(masks: Mapping[str, Any], leading: tuple[int, ...], delta: Delta) -> dict[str, np.ndarray] | None:
-    """The weight of Δ by site; None where it is 0 everywhere."""
+    """Returns the weight of Δ by site; None if it is 0 everywhere."""
     if not isinstance(delta, Mapping):
         return None if delta == 0 else {name: np.full((1,) * len(leading), delta, np.float32) for name in masks}
     unknown = [name for name in delta if name not in masks]

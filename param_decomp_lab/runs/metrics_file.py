@@ -1,4 +1,4 @@
-"""`metrics.jsonl` of a run folder: its rows, and how they are read."""
+"""Reads the rows of `metrics.jsonl` in a run folder."""
 
 import json
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from param_decomp_lab.safe_io.printable import shortened
 Row = Mapping[str, Any]
 METRICS_FILE = "metrics.jsonl"
 ROW_BYTES = 1 << 20
-"""Longest line of a `metrics.jsonl` that is read: a row of a thousand sites takes a tenth of it."""
+"""Longest line of a `metrics.jsonl` in bytes: a row of a thousand sites takes a tenth of it."""
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
-    """Rows of `metrics.jsonl`, none where there is no such file. What follows the last line end is left out unless it
-    is a whole row: the run is writing it, or was killed meanwhile.
+    """Returns the rows of `metrics.jsonl`; none if the file is missing. Text after the last line end is left out unless
+    it is a complete row: the run is writing it, or was killed while writing.
 
-    Errors: ``UserError`` for no regular file, and for a line that is not a row or not UTF-8, with its number.
+    Raises UserError if it is not a regular file, and for a line that is not a row or not UTF-8, with its number.
     """
     path = run_folder / METRICS_FILE
     if not path.exists():
@@ -40,8 +40,9 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
 
 
 def parse_row(line: str | bytes) -> dict[str, Any]:
-    """A row of `metrics.jsonl`, whose values may be NaN. ValueError for what is none: its step is a whole number from 0
-    up."""
+    """Parses a row of `metrics.jsonl`, whose values may be NaN. Raises ValueError for anything else; the step of a row
+    is an integer from 0 up.
+    """
     # Not `parse_json`: a long run has a million rows, and the checks of every number would take longer than reading it.
     try:
         row = json.loads(line, parse_int=bounded_int)

@@ -42,7 +42,8 @@ from param_decomp_lab.ui.cards import card
 Importance = Literal["lower", "upper", "logits"]
 NEURONS_SHOWN = 8
 ROWS_AT_ONCE = 8
-"""Rows that run together where many are asked for: a site's products take ``ROWS_AT_ONCE · T · C`` floats."""
+"""The number of rows that run together if many are requested: a site's products take ``ROWS_AT_ONCE · T · C`` floats.
+"""
 STACKS_SHOWN = 24
 """Kinds of matrices that a notebook shows of a run."""
 
@@ -263,8 +264,8 @@ class OpenedRun:
     def outputs_without(
         self, site: str, number: int, rows: Inputs, positions: Int[np.ndarray, " n"]
     ) -> tuple[Float[np.ndarray, "n d"], Float[np.ndarray, "n d"]]:
-        """The output at one position of each row: of the original target, and of the same without component ``number``
-        at that position alone, all else (Δ too) as it is (I5). Logits, or a toy's outputs.
+        """Returns the output at one position of each row, logits or a toy's outputs: of the original target, and
+        without component ``number`` only at that position, with everything else (including Δ) unchanged (I5).
 
         ``rows``: ``[n, T]``, or a toy's features ``[n, d]``. ``positions``: one of each row; 0 for a toy. Computed
         `ROWS_AT_ONCE` rows at a time, with one compilation for a site. Raises UserError for an unknown site or
@@ -284,7 +285,7 @@ class OpenedRun:
         weights, n = self.weights, len(rows)
         found = []
         for first in range(0, n, ROWS_AT_ONCE):
-            # The last rows are filled up, so that there is one program.
+            # The last rows are padded, so that there is only one program.
             these = np.minimum(np.arange(first, first + ROWS_AT_ONCE), n - 1)
             batch, _ = self.as_batch(rows[these])
             leading = self._leading(batch)
@@ -306,10 +307,11 @@ class OpenedRun:
         steps: int,
         step_size: float,
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
-        """The sources, of components ``[T, C]`` and deltas ``[T]``, that an attack finds on one row of inputs (I3).
+        """Returns the sources, of components ``[T, C]`` and deltas ``[T]``, that an attack finds on one row of inputs
+        (I3).
 
-        ``importances``, ``fixed``: by site, at every position; masks are ``value`` where they are fixed. ``start``:
-        sources that it starts from.
+        ``importances``, ``fixed``: by site, at every position; masks are ``value`` where they are fixed. ``start``: the
+        initial sources.
         """
         batch, _ = self.as_batch(row)
         leading, sites = self._leading(batch), self.target.sites
@@ -378,12 +380,14 @@ class OpenedRun:
 
     @property
     def n_outputs(self) -> int:
-        """Predictions at a position: tokens of the vocabulary, or a toy's features."""
+        """The number of predictions at a position: tokens of the vocabulary, or a toy's features."""
         reads = self.architecture.inputs
         return reads.vocab_size if isinstance(reads, TokenInputs) else reads.n_features
 
     def names(self, numbers: Sequence[int]) -> list[str]:
-        """What tokens are called, or a toy's features: by their numbers. Without a tokenizer a token is `[300]`."""
+        """Returns the names of tokens, or of a toy's features, from their numbers. Without a tokenizer a token is
+        `[300]`.
+        """
         if not self.is_language_model:
             return [str(number) for number in numbers]
         return [unnamed(token) for token in numbers] if self.text is None else self.text.tokens(numbers)
@@ -421,12 +425,12 @@ class OpenedRun:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> str | Int32[np.ndarray, " n"]:
-        """How a prompt goes on for ``n`` tokens; fewer where the target or the CI function takes no longer rows.
+        """Continues a prompt for ``n`` tokens; fewer if the target or the CI function takes no longer rows.
 
-        ``prompt``: a text, which gives a text without the prompt; or token ids ``[T]``, which give token ids.
-        ``masks``, ``delta``: as for `output`; every token is chosen from the masked network. With ``"ci"`` each new
-        length compiles. ``temperature``: 0 takes the most likely token, 1 draws by the model's own probabilities.
-        ``seed``: of these draws.
+        ``prompt``: a text, for which it returns a text without the prompt; or token ids ``[T]``, for which it returns
+        token ids. ``masks``, ``delta``: as for `output`; every token is chosen from the masked network. With ``"ci"``
+        each new length compiles. ``temperature``: 0 takes the most likely token, 1 draws by the model's own
+        probabilities. ``seed``: of these draws.
 
         Raises UserError for a toy, and if the prompt or the masks do not fit.
         """
@@ -442,7 +446,7 @@ class OpenedRun:
 
     @property
     def longest_row(self) -> int | None:
-        """Most tokens that the target and the CI function take in a row; None without a limit, and for a toy."""
+        """The most tokens that the target and the CI function take in a row; None without a limit, and for a toy."""
         reads, ci = self.architecture.inputs, self.problem.decomposition.ci
         limits = [longest_row(ci), reads.longest if isinstance(reads, TokenInputs) else None]
         return min((limit for limit in limits if limit is not None), default=None)

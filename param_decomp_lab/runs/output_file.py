@@ -1,4 +1,6 @@
-"""Files that a user has named for a command's results: what may not be written is refused before the work."""
+"""Checks files that a user has named for a command's results, and refuses those that may not be written before the work
+begins.
+"""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Fine-tuning: a run that begins with what another has learned (`init_from`), and who that was."""
+"""Fine-tuning: starts a run from the learned parameters of another (`init_from`), and records that run."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from param_decomp_lab.safe_io.yaml_text import parse_yaml
 
 PARENT_FILE = "parent.json"
 SHOWN = 12
-"""Differences that a message lists at most."""
+"""The most differences that a message lists."""
 
 Matrix = tuple[int, int, int]
 """d_in, d_out and C of a site."""
@@ -30,7 +30,8 @@ Matrix = tuple[int, int, int]
 @dataclass(frozen=True)
 class Parent:
     """A checkpoint of another run. ``fingerprint``: of its components and CI function; "" if it was saved without.
-    ``target``: that of its target's weights. ``changes``: what the run that begins there has otherwise."""
+    ``target``: that of its target's weights. ``changes``: the differences of the run that begins there.
+    """
 
     folder: Path
     step: int
@@ -47,10 +48,10 @@ class Parent:
 
 
 def find_parent(config: RunConfig, run_folder: Path | None = None) -> Parent | None:
-    """The checkpoint that `init_from` names, None without one. Reads no array.
+    """Returns the checkpoint that `init_from` names; None without one. Reads no arrays.
 
-    ``run_folder``: of a run that was begun already and has recorded its parent; another one in its place is refused.
-    UserError when it is not there, or cannot be what `config` begins with.
+    ``run_folder``: that of a run that was already started and has recorded its parent; another parent is then refused.
+    Raises UserError if the checkpoint is missing, or `config` cannot start from it.
     """
     if config.wrapper.parent is None:
         return None
@@ -78,12 +79,14 @@ def find_parent(config: RunConfig, run_folder: Path | None = None) -> Parent | N
 
 
 def refuse_mismatch(parent: Parent, template: Learned) -> None:
-    """UserError, naming the differences, when the parent's sites or its CI function are not those of ``template``."""
+    """Raises UserError, with the differences, if the parent's sites or its CI function are not
+    those of ``template``.
+    """
     theirs = array_shapes(Checkpoints(parent.folder).path(parent.step) / "learned")
     ours = {name: tuple(leaf.shape) for name, leaf in flatten(template).items()}
     lines = list(_unlike_sites(sites_from_shapes(theirs), sites_from_shapes(ours)))
     lines += [line for line in parent.changes if line.startswith(("pd.ci_config.", "pd.tied_weights"))]
-    lines = [line for line in lines if "attn_config.max_len:" not in line]  # a limit, no part of the function
+    lines = [line for line in lines if "attn_config.max_len:" not in line]  # a limit, not part of the function
     if not lines:
         names = sorted(theirs.keys() | ours.keys())
         lines = [f"{n}: shape {_of(theirs, n)} -> {_of(ours, n)}" for n in names if theirs.get(n) != ours.get(n)]
@@ -96,9 +99,9 @@ def refuse_mismatch(parent: Parent, template: Learned) -> None:
 
 
 def restore_parent(parent: Parent, template: Learned, processes: Processes = ALONE) -> Learned:
-    """What the parent has learned, placed as ``template`` says. Nothing else of its checkpoint is read.
+    """Returns the parent's learned parameters, placed as ``template`` says. Reads nothing else of its checkpoint.
 
-    `Damaged` when it is not what was saved; no other step is taken in its place.
+    Raises `Damaged` if they differ from what was saved; no other step is used instead.
     """
     return Checkpoints(parent.folder, processes=processes).restore_learned(parent.step, template)
 

@@ -1,4 +1,4 @@
-"""Inputs as a person types them: a text, or the active features of a toy such as ``3 7=0.5``."""
+"""Reads inputs as a person types them: a text, or the active features of a toy such as ``3 7=0.5``."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from param_decomp_lab.errors import UserError
 
 
 def read_prompt(run: Any, text: str) -> tuple[np.ndarray, list[int]]:
-    """What the target of an opened run reads, and the tokens or the active features it consists of.
+    """Returns the input of an opened run's target, and the tokens or active features of which it consists.
 
     A text begins with BOS if the rows of the run's data do; one that is longer than the longest row that the run takes
     is cut off. Raises UserError.
@@ -39,7 +39,9 @@ def read_prompt(run: Any, text: str) -> tuple[np.ndarray, list[int]]:
 
 
 def read_output(run: Any, text: str) -> int:
-    """The number of an output: of a token by its text, or of a toy's feature by its number. Raises UserError."""
+    """Returns the number of an output: a token's from its text, or a toy's feature's from its
+    number. Raises UserError.
+    """
     if isinstance(run.architecture.inputs, FeatureInputs):
         if not text.strip().isdecimal() or int(text) >= run.n_outputs:
             raise UserError(f"target '{text[:40]}': features go from 0 to {run.n_outputs - 1}")

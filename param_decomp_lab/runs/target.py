@@ -23,13 +23,13 @@ from param_decomp_lab.weights.target_folder import TargetFolder, read_weights, w
 
 
 def with_target(config: RunConfig, folder: Path) -> RunConfig:
-    """``config`` with the target's weights in another folder."""
+    """Returns ``config`` with the target's weights in another folder."""
     source = TargetSource(folder=folder.expanduser().absolute())
     return replace(config, wrapper=config.wrapper.model_copy(update={"target": source}))
 
 
 def find_architecture(run_folder: Path, resolved: ResolvedConfig) -> Architecture:
-    """The target's architecture: from `target.json`, or, for runs older than that file, from the target itself.
+    """Returns the target's architecture, from `target.json` or, for runs older than that file, from the target itself.
 
     Raises UserError if neither is available.
     """
@@ -64,8 +64,9 @@ def weights_folder(source: Source) -> Path:
 
 
 def load_weights(resolved: ResolvedConfig, target: Target, mesh: Mesh) -> Any:
-    """The target's weights on the mesh, fetched if a server has them. Raises UserError if they are missing or belong to
-    another target; CannotFetch."""
+    """Returns the target's weights on the mesh, fetched if a server has them. Raises UserError if they are missing or
+    belong to another target, and CannotFetch.
+    """
     if not isinstance(resolved.target, PretrainedToy):
         fetch_target(resolved.target, PlainConsole(stderr=True))
     folder = weights_folder(resolved.target)

@@ -19,11 +19,13 @@ NUMBERS = (
 """Error numbers of a folder that was writable before."""
 
 UNREADABLE_SAVE = "No ArrayMetadata found"
-"""What orbax says when a file that it has just written is no longer there; the folder around it may be."""
+"""Orbax's message if a file that it has just written is missing; the folder around it may exist."""
 
 
 def why_not_written(error: BaseException, folder: Path) -> str | None:
-    """The file system's reason, if ``error`` comes from writing to ``folder``; None if it comes from anything else."""
+    """Returns the file system's reason if ``error`` comes from writing to ``folder``; None if it comes from anything
+    else.
+    """
     cause: BaseException | None = error
     removed: Path | None = None
     while cause is not None:
@@ -53,7 +55,7 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
     try:
         yield
     except Displaced:
-        raise  # says itself what to do
+        raise  # its message already says what to do
     except CannotWrite as error:
         raise CannotWrite(f"{error}. {then}") from error
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Answers from servers that may give none."""
+"""Waits a limited time for servers that may not answer."""
 
 import os
 import threading
@@ -8,18 +8,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 FIRST_ANSWER_S = 3.0
-"""How long a hub is waited for at first: whoever has no network learns of it in a moment."""
+"""How long the first request to a hub may take. Short, so that a missing network is reported at once."""
 ANSWER_S = 30.0
-"""How long it is waited for where it must gather what it answers."""
+"""How long a request may take for which the hub must first collect its answer."""
 LONGER = "HF_HUB_ETAG_TIMEOUT"
-"""The variable of huggingface_hub by which those whose network is slow have it wait longer, in seconds."""
+"""The environment variable of huggingface_hub that lengthens the wait on slow networks, in seconds."""
 
 
 def ask_for_file(name: str, file: str, revision: str | None = None) -> None:
-    """Asks the hub once about a file of model ``name``. A download retries six times, for half a minute, where there is
-    no network.
+    """Asks the hub once about a file of model ``name``. Without a network, a download would retry six times, for half a
+    minute.
 
-    Raises what huggingface_hub raises, and TimeoutError, which says how to wait longer, where no answer comes.
+    Raises what huggingface_hub raises, and TimeoutError if no answer comes; its message says how to wait longer.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
@@ -27,16 +27,16 @@ def ask_for_file(name: str, file: str, revision: str | None = None) -> None:
     given = os.environ.get(LONGER, "")
     seconds = max(FIRST_ANSWER_S, float(given)) if given.isdecimal() else FIRST_ANSWER_S
     try:
-        # The client's own limit is above ours, so that the same one always ends first.
+        # The client's own limit is longer, so that ours always expires first.
         answer_within(seconds, lambda: get_hf_file_metadata(url, timeout=2 * seconds))
     except TimeoutError as error:
         raise TimeoutError(f"{error} ({LONGER} sets how long is waited for an answer)") from None
 
 
 def answer_within(seconds: float, ask: Callable[[], T]) -> T:
-    """What ``ask`` returns or raises; TimeoutError if it takes longer.
+    """Returns or raises what ``ask`` does; TimeoutError if it takes longer than ``seconds``.
 
-    It runs in a thread of its own, which is left behind then: no client bounds how long a name is looked up.
+    ``ask`` runs in its own thread, which is abandoned on a timeout, because no client limits the time of a DNS lookup.
     """
     answer: Future[T] = Future()
 

@@ -19,7 +19,7 @@ LISTING_BYTES = 1 << 26
 def read_bytes(path: Path, what: str, limit: int = SETTINGS_BYTES) -> bytes:
     """The content of a regular file. ``what``: description of the file, for errors. ``limit``: in bytes.
 
-    Raises UserError for a file that is missing, unreadable, too large, or no regular file.
+    Raises UserError for a file that is missing, unreadable, too large, or not a regular file.
     """
     with _opened(path, what) as file:
         content = file.read(limit + 1)
@@ -29,12 +29,12 @@ def read_bytes(path: Path, what: str, limit: int = SETTINGS_BYTES) -> bytes:
 
 
 def read_lines(path: Path, what: str, limit: int) -> Iterator[bytes]:
-    """The lines of a regular file with their line ends, one after the other; the last may have none.
+    """Yields the lines of a regular file with their line ends; the last may lack one.
 
-    A line without its end is always the last: whoever is writing the file may write the rest of that line next, and
-    that rest must not come as a line of its own.
+    A line without an end is always the last one: another process may still be writing it, and its remainder must not be
+    yielded as a separate line.
 
-    Raises UserError as `read_bytes` does; ``limit`` is that of a line, in bytes.
+    Raises UserError as `read_bytes` does; ``limit`` is the size of a line, in bytes.
     """
     with _opened(path, what) as file:
         for number in itertools.count(1):
@@ -49,7 +49,8 @@ def read_lines(path: Path, what: str, limit: int) -> Iterator[bytes]:
 
 
 def regular_file(path: Path, what: str) -> Path:
-    """``path``, for a library that opens it itself: a pipe would be waited for, and a device may never end.
+    """Returns ``path`` for a library that opens the file itself: reading a pipe would block, and a device may never
+    end.
 
     Raises UserError for a file that is missing, unreachable, or not regular. ``what``: as for `read_bytes`.
     """
@@ -63,7 +64,7 @@ def regular_file(path: Path, what: str) -> Path:
 
 @contextmanager
 def _opened(path: Path, what: str) -> Iterator[BinaryIO]:
-    """A regular file, nothing else: a pipe would be waited for, and a device may never end. Raises UserError."""
+    """Opens a regular file only: reading a pipe would block, and a device may never end. Raises UserError."""
     try:
         # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -90,8 +91,9 @@ def _unreadable(path: Path, what: str, error: OSError | ValueError) -> UserError
 
 
 def read_text(path: Path, what: str, limit: int = SETTINGS_BYTES) -> str:
-    """The UTF-8 text of a regular file, with line ends as `\\n`. Raises UserError as `read_bytes` does, and for bytes
-    that are not UTF-8."""
+    """The UTF-8 text of a regular file, with line ends as `\\n`. Raises UserError as `read_bytes` does, and for text
+    that is not UTF-8.
+    """
     content = read_bytes(path, what, limit)
     try:
         text = content.decode("utf-8")

@@ -10,9 +10,9 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.safe_io.files import SETTINGS_BYTES, read_text
 
 DEPTH = 100
-"""Levels of nesting that JSON and YAML may have. Functions that recurse over what was read rely on it."""
+"""Levels of nesting that JSON and YAML may have. Functions that recurse over parsed values rely on it."""
 INTEGER = 1 << 64
-"""Every integer is smaller in magnitude. Larger ones do not fit any array, and not always a float."""
+"""Every integer is smaller in magnitude. Larger ones fit in no array, and not always in a float."""
 
 Value = TypeVar("Value", dict[str, Any], list[Any])
 TITLES: dict[type, str] = {
@@ -28,10 +28,10 @@ class BadNumber(ValueError):
 
 
 def parse_json(text: str, name: str, expected: type[Value]) -> Value:
-    """The JSON object (``expected`` is dict) or list in ``text``. ``name``: of the text, for errors.
+    """Returns the JSON object (``expected`` is dict) or list in ``text``. ``name``: what errors call the text.
 
-    Raises UserError for text that is not JSON, another type, more than `DEPTH` levels, NaN, infinities, numbers that
-    are infinite as a float or not below 2^64 in magnitude, and lone surrogates.
+    Raises UserError for text that is not JSON or has another type at the top, more than `DEPTH` levels, NaN,
+    infinities, numbers that overflow a float, integers of 2^64 or more in magnitude, and lone surrogates.
     """
     try:
         value = json.loads(text, parse_int=bounded_int, parse_float=finite_float, parse_constant=finite_float)
@@ -51,14 +51,15 @@ def parse_json(text: str, name: str, expected: type[Value]) -> Value:
 
 
 def read_json(path: Path, what: str, expected: type[Value], limit: int = SETTINGS_BYTES) -> Value:
-    """The JSON object or list in a file. ``what``: description of the file, for errors; ``limit``: its size in bytes.
-    Raises UserError as `read_text` and `parse_json` do."""
+    """Returns the JSON object or list in a file. ``what``: description of the file, for errors; ``limit``: its size in
+    bytes. Raises UserError as `read_text` and `parse_json` do.
+    """
     return parse_json(read_text(path, what, limit), f"{path}: {what}", expected)
 
 
 def bounded_int(text: str) -> int:
     """Raises BadNumber unless the integer is below 2^64 in magnitude."""
-    # Counted first: the time that int() takes is quadratic in the digits.
+    # The digits are counted first because int() takes time quadratic in their number.
     if len(text) > 21 or not -INTEGER < (number := int(text)) < INTEGER:
         raise BadNumber(f"the number {text[:20]}{'…' * (len(text) > 20)} ({len(text)} characters) is too large")
     return number

@@ -1,4 +1,4 @@
-"""Paths from outside."""
+"""Checks paths that come from outside."""
 
 import os
 from pathlib import Path, PurePosixPath
@@ -8,13 +8,14 @@ from param_decomp_lab.safe_io.json_text import has_surrogates
 from param_decomp_lab.safe_io.printable import printable
 
 NAME_BYTES = 255
-"""Longest name of a file or folder, as on every common file system."""
+"""Longest name of a file or folder on all common file systems."""
 PATH_BYTES = 4096 - 1
-"""Longest path that Linux takes."""
+"""Longest path that Linux accepts."""
 
 
 def checked_path(text: str, name: str) -> Path:
-    """The path that a user or a file gives, with `~` expanded. ``name``: the option or key it comes from, for errors.
+    """Returns the path that a user or a file gives, with `~` expanded. ``name``: the option or key it comes from, for
+    errors.
 
     Raises UserError for a null character, the home folder of an unknown user, and names or paths that are too long.
     """
@@ -25,7 +26,7 @@ def checked_path(text: str, name: str) -> Path:
 
 
 def path_mistake(text: str) -> str:
-    """Why ``text`` cannot be a path, as the end of a sentence that begins with it; "" if it can."""
+    """Says why ``text`` cannot be a path, as the end of a sentence that begins with it; "" if it can."""
     if "\0" in text:
         return "contains a null character, which no path can"
     if has_surrogates(text):  # Python's way of keeping bytes that are not UTF-8
@@ -36,7 +37,7 @@ def path_mistake(text: str) -> str:
 
 
 def home_mistake(text: str) -> str:
-    """Why the `~` that ``text`` begins with cannot be expanded, as `path_mistake` says it; "" if it can."""
+    """Says, in the form of `path_mistake`, why the `~` at the start of ``text`` cannot be expanded; "" if it can."""
     try:
         Path(text).expanduser()
     except RuntimeError:
@@ -45,10 +46,11 @@ def home_mistake(text: str) -> str:
 
 
 def path_within(folder: Path, name: object, where: str, *, links: bool = True) -> Path:
-    """The file ``name`` of ``folder``, where ``name`` stands in a file. ``where``: that file and key, for errors.
+    """Returns the path of the file ``name`` in ``folder``, where ``name`` was read from a file. ``where``: that file
+    and key, for errors.
 
-    ``links``: whether a symbolic link may lead out of the folder, as in the caches of model hubs. Raises UserError for
-    what is not text, an absolute path, one with `..`, one that cannot be a path, and such a link unless allowed.
+    ``links``: whether a symbolic link may lead out of the folder, as in the caches of model hubs. Raises UserError if
+    ``name`` is not text, is absolute, contains `..` or cannot be a path, and for such a link unless it is allowed.
     """
     if not isinstance(name, str) or not name:
         raise UserError(f"{where}: should be the name of a file, not {printable(repr(name), 80)}")

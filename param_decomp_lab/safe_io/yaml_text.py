@@ -1,6 +1,6 @@
 """Reads and writes YAML: accepts floats such as 5e-5, refuses duplicate keys, reports errors with file and line.
 
-What is read comes from outside, so it is limited in size, depth and number of nodes (see `safe_io`).
+Input comes from outside, so its size, depth and number of nodes are limited (see `safe_io`).
 """
 
 import re
@@ -16,14 +16,17 @@ from param_decomp_lab.safe_io.json_text import DEPTH, INTEGER, has_surrogates
 from param_decomp_lab.safe_io.printable import first_few, printable, shortened
 
 NODES = 100_000
-"""Values that a document may have, those that aliases repeat included."""
+"""The most values that a document may have, including those that aliases repeat."""
 
-# In PyYAML's YAML 1.1 a float needs both a dot and a signed exponent: to it `5e-5` and `1.0e6` are strings.
+# In PyYAML's YAML 1.1 a float needs both a dot and a signed exponent: without one of them, `5e-5` and `1.0e6` are
+# strings.
 _FLOAT = re.compile(r"[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
 
 
 class DuplicateKeys(UserError):
-    """Keys that are given twice in one mapping. ``value``: of the document, with the last of each."""
+    """Raised for keys that are given twice in one mapping. ``value``: the document, with the last value of each such
+    key.
+    """
 
     def __init__(self, lines: Sequence[str], value: Any) -> None:
         super().__init__("\n".join(first_few(lines)))
@@ -31,13 +34,13 @@ class DuplicateKeys(UserError):
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader with YAML 1.2's floats that refuses duplicate keys, and documents too large or too deep."""
+    """A safe loader with YAML 1.2's floats that refuses duplicate keys and documents that are too large or too deep."""
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
         self.name = name
         self.duplicates: dict[int, str] = {}
-        """By line: what is wrong with a key that is given twice in one mapping."""
+        """For each line with a key that its mapping already has: the error message."""
         self._depth = 0
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}
         """The size of each finished node, with its aliases written out: how many nodes, and how many levels."""
@@ -86,7 +89,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        # PyYAML's constructors of scalars let through what they stumble over: `!!bool abc` is a KeyError.
+        # PyYAML's scalar constructors do not wrap their own errors: `!!bool abc` raises a KeyError.
         try:
             value = super().construct_object(node, deep)
         except (ValueError, KeyError, AttributeError, IndexError, TypeError, OverflowError) as error:
@@ -112,11 +115,11 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Parses a YAML text. ``name``: of the text, for errors.
+    """Parses a YAML text. ``name``: what errors call the text.
 
-    Raises UserError for what is not valid, nested more than `DEPTH` levels deep, or has more than `NODES` values with
-    its aliases written out: functions that walk over the result need no limits of their own. DuplicateKeys where
-    nothing else is wrong.
+    Raises UserError for text that is not valid YAML, is nested more than `DEPTH` levels deep, or has more than `NODES`
+    values with its aliases expanded, so functions that walk over the result need no limits of their own. Raises
+    DuplicateKeys if duplicate keys are the only mistake.
     """
     name = shortened(name, 1000)
     try:

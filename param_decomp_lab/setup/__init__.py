@@ -1,4 +1,6 @@
-"""From a configuration to what a run works with: target, weights, data, mesh; checked before anything is written."""
+"""Sets up what a run works with, from its configuration: target, weights, data, mesh. All is checked before anything is
+written.
+"""
 
 from rich.console import Console
 
@@ -22,11 +24,11 @@ __all__ = ["ResolvedConfig", "Setup", "set_up"]
 def set_up(
     resolved: ResolvedConfig, console: Console, processes: Processes = ALONE, recorded: Architecture | None = None
 ) -> Setup:
-    """Everything a run needs, in each of the ``processes`` that make it. ``recorded``: the target's architecture in the
-    folder of a run that goes on.
+    """Returns everything a run needs; call it in each of its ``processes``. ``recorded``: the target's architecture in
+    the folder of a run that is resumed.
 
-    UserError for whatever does not fit together; CannotFetch. What is missing of a target is fetched, or, of a toy with
-    a recipe, trained, by process 0 or once per node; text that the schema file names is tokenized by process 0.
+    Raises UserError if parts do not fit together, and CannotFetch. Missing parts of a target are fetched, or trained
+    for a toy with a recipe, by process 0 or once per node. Process 0 tokenizes text that the schema file names.
     """
     mesh = build_mesh(resolved.mesh)
     folder = fetch_target(resolved.target, console, processes)

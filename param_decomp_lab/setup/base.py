@@ -1,4 +1,4 @@
-"""What a run works with, and the parts of it that do not depend on the kind of target."""
+"""Holds what a run works with, and makes the parts that do not depend on the kind of target."""
 
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,10 +24,10 @@ from param_decomp_lab.schema.site_names import matches_module
 
 @dataclass(frozen=True)
 class Outline:
-    """What a run's programs are compiled from: no array, no data.
+    """What a run's programs are compiled from, without arrays or data.
 
-    ``weights``: shapes with shardings. ``train``, ``eval``: their batches; eval is None without one. ``leading``:
-    leading axes of a training batch, those of an activation.
+    ``weights``: shapes with shardings. ``train``, ``eval``: shapes of their batches; eval is None without an
+    evaluation. ``leading``: leading axes of a training batch, and of its activations.
     """
 
     problem: Problem
@@ -39,7 +39,7 @@ class Outline:
 
     @cached_property
     def state(self) -> State:
-        """Shapes and shardings of the train state."""
+        """Returns the shapes and shardings of the train state."""
         spec = self.problem.decomposition
         shapes = jax.eval_shape(partial(init_state, spec, self.problem.target.sites, self.leading))
         return with_shardings(shapes, state_shardings(self.mesh, spec, shapes))
@@ -47,10 +47,11 @@ class Outline:
 
 @dataclass(frozen=True)
 class Setup:
-    """``train``, ``eval``: the batch of a step (or of an evaluation's number); eval is None without one.
+    """What a run works with. ``train``, ``eval``: return the batch of a step (or of an evaluation's number); eval is
+    None without an evaluation.
 
-    ``leading``: leading axes of a training batch, those of an activation. ``text``: turns token ids into text, None
-    where there is none or no tokenizer is at hand.
+    ``leading``: leading axes of a training batch, and of its activations. ``text``: turns token ids into text; None for
+    a toy or without a tokenizer on this machine.
     """
 
     problem: Problem
@@ -63,13 +64,15 @@ class Setup:
 
     @cached_property
     def outline(self) -> Outline:
-        """The same without its arrays."""
+        """Returns the same setup without its arrays."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.weights)
         return Outline(self.problem, self.mesh, shapes, self.leading, self.train, self.eval)
 
 
 def build_mesh(shape: MeshShape) -> Mesh:
-    """A mesh of this shape. UserError when there are too few devices, or a process would have none of them."""
+    """Builds a mesh of this shape. Raises UserError if there are too few devices, or a process
+    would have none of them.
+    """
     if shape.n_devices > jax.device_count():
         raise UserError(
             f"mesh: replica {shape.replica} x fsdp {shape.fsdp} x tensor {shape.tensor} needs {shape.n_devices} "
@@ -93,7 +96,7 @@ def _devices_there() -> str:
 
 
 def check_site_patterns(settings: EvalConfig, sites: Sites) -> None:
-    """UserError for a pattern of `eval.metrics` that names none of the sites."""
+    """Raises UserError for a pattern of `eval.metrics` that matches none of the sites."""
     names = [site.name for site in sites.all]
     for n, metric in enumerate(settings.metrics):
         for key, patterns in metric.patterns() if isinstance(metric, Metric) else ():

@@ -1,6 +1,7 @@
-"""BOS, the token that begins a text: whether the rows of a run's data begin with it, and whether its target expects it.
+"""Finds whether the rows of a run's data begin with BOS, the token that begins a text, and whether its target expects
+it.
 
-A network that was trained on texts that all begin with BOS may do badly on text without it.
+A network that was trained only on texts with BOS may do badly on text without it.
 """
 
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from param_decomp_lab.data.tokenizers import chosen_bos
 from param_decomp_lab.errors import UserError
 
 ROWS_READ = 8
-"""How many rows are read where the data do not say whether their rows begin with BOS."""
+"""How many rows are read if the data do not say whether their rows begin with BOS."""
 
 
 def text_of_data(folders: DataFolders | None) -> TokenText | None:
-    """The tokenizer beside data that `pd data tokenize` or a run made, with `meta.json`; None for other data. Its
-    prompts begin with BOS if the data say that rows do. Raises UserError where there is none."""
+    """Returns the tokenizer beside data that `pd data tokenize` or a run made, with `meta.json`; None for other data.
+    Its prompts begin with BOS if the data say that rows do. Raises UserError if such data lack the tokenizer.
+    """
     if folders is None or not (folders.train.parent / META_FILE).is_file():
         return None
     folder = folders.train.parent
@@ -27,7 +29,9 @@ def text_of_data(folders: DataFolders | None) -> TokenText | None:
 
 
 def find_tokenizer(data: DataFolders | None, target: Path) -> TokenText | None:
-    """The tokenizer beside the data if they were tokenized here, else the target's own; None where it is missing."""
+    """Returns the tokenizer beside the data if they were tokenized here, else the target's own;
+    None if it is missing.
+    """
     try:
         return text_of_data(data) or TokenText(target)
     except UserError:
@@ -35,8 +39,9 @@ def find_tokenizer(data: DataFolders | None, target: Path) -> TokenText | None:
 
 
 def rows_begin_with(rows: TokenRows, text: TokenText) -> int | None:
-    """The BOS that rows begin with: what their ``meta.json`` says, or else the tokenizer's, if the first rows all begin
-    with that. Raises UserError for rows that are damaged."""
+    """Returns the BOS that rows begin with: what their ``meta.json`` says, or else the tokenizer's, if all of the first
+    rows begin with it. Raises UserError for damaged rows.
+    """
     bos = text.tokenizer.bos
     if text.bos is not None or bos is None:
         return text.bos
@@ -45,8 +50,9 @@ def rows_begin_with(rows: TokenRows, text: TokenText) -> int | None:
 
 
 def data_note(text: TokenText, target: Path | None) -> str | None:
-    """What to tell if the data and the target disagree about BOS, else None. ``text``: of the data. ``target``: its
-    folder, if that is on this machine."""
+    """Returns a message if the data and the target disagree about BOS, else None. ``text``: the tokenizer of the data.
+    ``target``: its folder, if it is on this machine.
+    """
     reads = _target_reads(target) or _Reads(text, chosen_bos(text.tokenizer, None), "the tokenizer adds")
     if reads.bos == text.bos:
         return None
@@ -65,8 +71,9 @@ def data_note(text: TokenText, target: Path | None) -> str | None:
 
 @dataclass(frozen=True)
 class _Reads:
-    """What a target was trained on. ``bos``: the id that its texts begin with, None for none. ``who``: says so, as the
-    beginning of "… it"."""
+    """What a target was trained on. ``bos``: the id that its texts begin with; None if they begin with no such token.
+    ``who``: the source of this, as the beginning of "… it".
+    """
 
     text: TokenText
     bos: int | None
@@ -74,12 +81,12 @@ class _Reads:
 
 
 def _target_reads(folder: Path | None) -> _Reads | None:
-    """What the target was trained on, as far as its folder says; None where that has no tokenizer."""
+    """Returns what the target was trained on, according to its folder; None if the folder has no tokenizer."""
     try:
         if folder is None:
             return None
         text = TokenText(folder)
-        if (folder / META_FILE).is_file():  # `pd pretrain` has made it
+        if (folder / META_FILE).is_file():  # made by `pd pretrain`
             return _Reads(text, DataMeta.read(folder).bos, "the target was trained with")
         return _Reads(text, chosen_bos(text.tokenizer, None), "the target's tokenizer adds")
     except UserError:

@@ -1,4 +1,4 @@
-"""A configuration whose mistakes are all listed: those in its files, and what does not fit its target."""
+"""Loads a configuration and lists all its mistakes: those in its files, and what does not fit its target."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +8,14 @@ from param_decomp_lab.config.resolve import ConfigError
 
 
 def load_checked(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """As `load_config`. An error also says what of the parts that could be read does not fit the target."""
+    """Loads a configuration like `load_config`. An error also says which of the parts that could be read do not fit the
+    target.
+    """
     try:
         return load_config(path, overrides)
     except ConfigError as error:
         if error.config is None:
             raise
-        from param_decomp_lab.setup.known_target import target_mistakes  # imports JAX, which a right file needs later
+        from param_decomp_lab.setup.known_target import target_mistakes  # imports JAX, not needed before
 
         raise ConfigError([*error.lines, *target_mistakes(error.config)]) from error

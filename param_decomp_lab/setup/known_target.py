@@ -1,4 +1,4 @@
-"""The target of a configuration without its weights: from its config.json, its recipe, or its published name."""
+"""Finds the target of a configuration without its weights: from its config.json, its recipe, or its published name."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,10 @@ from param_decomp_lab.weights.torch_run import TorchRun
 
 @dataclass(frozen=True)
 class KnownTarget:
-    """``origin``: where the architecture was read. ``missing``: what a run needs and is not on this machine.
-    ``dtype``: of the frozen weights on the devices. ``notes``: what a user should know of its files."""
+    """A target without its weights. ``origin``: where the architecture was read. ``missing``: what a run needs that is
+    not on this machine. ``dtype``: of the frozen weights on the devices. ``notes``: what a user should know about its
+    files.
+    """
 
     architecture: Architecture
     problem: Problem
@@ -41,15 +43,18 @@ class KnownTarget:
 
 @dataclass(frozen=True)
 class UnknownTarget:
-    """``reason``: why its shapes are not known, and what would help. ``elsewhere``: it is on a server, from where a run
-    would fetch it."""
+    """A target of unknown shapes. ``reason``: why they are unknown, and what would help. ``elsewhere``: whether it is
+    on a server from which a run would fetch it.
+    """
 
     reason: str
     elsewhere: bool = False
 
 
 def find_target(resolved: ResolvedConfig) -> KnownTarget | UnknownTarget:
-    """The target and the decomposition's sites. UserError for what does not fit it: a pattern, a tie, a metric."""
+    """Returns the target and the decomposition's sites. Raises UserError for a pattern, a tie or a metric that does not
+    fit it.
+    """
     found, wanted = _architecture(resolved), resolved.weights_dtype
     if isinstance(found, UnknownTarget):
         return found
@@ -59,7 +64,7 @@ def find_target(resolved: ResolvedConfig) -> KnownTarget | UnknownTarget:
 
 
 def target_mistakes(config: RunConfig) -> list[str]:
-    """What does not fit the target, in a configuration of which parts could not be read."""
+    """Lists what does not fit the target, in a configuration of which some parts could not be read."""
     errors = Errors()
     with errors:
         found = _architecture(ResolvedConfig(config))
@@ -77,8 +82,9 @@ def _architecture(resolved: ResolvedConfig) -> "FoundArchitecture | UnknownTarge
 
 
 class FoundArchitecture(NamedTuple):
-    """``stored``: the dtype of the weights. ``origin``: where the architecture was read. ``missing``, ``notes``: as in
-    `KnownTarget`."""
+    """An architecture and its source. ``stored``: the dtype of the weights. ``origin``: where the architecture was
+    read. ``missing``, ``notes``: as in `KnownTarget`.
+    """
 
     architecture: Architecture
     stored: np.dtype[Any]
@@ -99,7 +105,7 @@ def _language_architecture(source: Source, method: LanguageModelFile) -> FoundAr
         _refuse_unknown_class(method)
         found = _torch_run(source)
         return found if isinstance(found, FoundArchitecture) else _published(str(source), source.missing()) or found
-    if isinstance(source, PretrainedToy):  # in a file with mistakes, of which this is one
+    if isinstance(source, PretrainedToy):  # in a file where this is one of the mistakes
         return UnknownTarget(f"{source.where}: {source.missing()}")
     folder = source.cached_config()
     if folder is None:
@@ -116,7 +122,7 @@ def _language_architecture(source: Source, method: LanguageModelFile) -> FoundAr
 
 
 def _refuse_unknown_class(method: LanguageModelFile) -> None:
-    """Raises UserError for a class that no architecture has, also where the model is not at hand."""
+    """Raises UserError for a class that no architecture has, even if the model is not on this machine."""
     given = method.target.spec.model_class
     known = [name for kind in ARCHITECTURES.values() for name in kind.model_classes]
     if given.rpartition(".")[2] not in known:
@@ -131,13 +137,13 @@ def _in_folder(folder: Path, missing: tuple[str, ...]) -> FoundArchitecture:
 
 
 def _published_on_hub(method: LanguageModelFile, where: str) -> FoundArchitecture | None:
-    """``where`` the weights of the hub's model were looked for."""
+    """Returns the published architecture of a hub model. ``where``: the place where its weights were looked for."""
     spec = method.target.spec
     return _published(spec.model_name, f"{spec.model_name} is not in {where}") if isinstance(spec, HubSpec) else None
 
 
 def _published(name: str, lacks: str) -> FoundArchitecture | None:
-    """A model whose sizes an architecture lists, by its name there."""
+    """Returns a model whose sizes an architecture lists under this name."""
     found = find_published(name)
     if found is None:
         return None

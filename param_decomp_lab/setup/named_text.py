@@ -1,6 +1,6 @@
-"""The text that a schema file's `data` names, as rows of tokens in the cache: made once, before the run begins.
+"""Tokenizes the text that a schema file's `data` names into rows in the cache, once, before the run begins.
 
-As much of it is tokenized as the run reads, rounded up to a power of two, so that runs of like length share it.
+The number of rows that the run reads is rounded up to a power of two, so that runs of similar length share them.
 """
 
 import hashlib
@@ -32,18 +32,20 @@ from param_decomp_lab.folders import cache_folder
 from param_decomp_lab.ui.descriptions import shown_path
 
 LEAST_FRACTION, LARGEST_FRACTION = 0.01, 0.5
-"""Bounds of what is held out of a data set that has no split of its own for it."""
+"""Bounds of the fraction that is held out of a data set without an evaluation split."""
 WAIT_S = 2.0
-"""Between two looks whether another run has done it."""
+"""Seconds between two checks whether another run has finished tokenizing."""
 FEW_TOKENS = 1 << 26
-"""Up to as many are tokenized by one process: others would begin with text that is not needed."""
+"""Up to this number of tokens, one process tokenizes alone: further processes would begin with text that is not needed.
+"""
 
 
 @dataclass(frozen=True)
 class NamedText:
-    """``data``: the section. ``train_rows``, ``eval_rows``: that the run reads. ``stand_in``: a tokenizer.json for the
-    tokenizer of that name, in the folder that stands in for the model of the same name. ``bos``: whether rows begin
-    with the tokenizer's BOS."""
+    """The text that a configuration names. ``data``: the section. ``train_rows``, ``eval_rows``: numbers of rows that
+    the run reads. ``stand_in``: a tokenizer.json for the named tokenizer, from the folder that stands in for the model
+    of the same name. ``bos``: whether rows begin with the tokenizer's BOS.
+    """
 
     data: LanguageModelData
     train_rows: int
@@ -53,7 +55,7 @@ class NamedText:
 
     @cached_property
     def folder(self) -> Path:
-        """Where its rows are, or will be. UserError for files that are not there."""
+        """The folder where its rows are or will be. Raises UserError for files that are missing."""
         name = re.sub(r"[^0-9A-Za-z]+", "-", self.data.dataset_name).strip("-")[:40]
         return cache_folder("tokens") / f"{name}-{self._key()}"
 
@@ -67,11 +69,11 @@ class NamedText:
 
     @property
     def needs_hub(self) -> bool:
-        """Whether the hub is to be asked for the text."""
+        """Whether the text must be fetched from the hub."""
         return not self.data.of_files and not HubDataset(self.data.dataset_name).is_local
 
     def describe(self) -> str:
-        """The text, and how much of it."""
+        """Describes the text, and how much of it is used."""
         data = self.data
         what = f"{data.data_files} ({data.dataset_name})" if data.of_files else data.dataset_name
         evaluated = f", evaluated on {data.eval_split}" if self.eval_rows else ""
@@ -83,7 +85,7 @@ class NamedText:
         return f"{what}: {', '.join(parts)}"
 
     def missing(self) -> tuple[str, ...]:
-        """What of it is not on this machine, and what `pd train` does about it."""
+        """Lists what is not on this machine, and what `pd train` does about it."""
         if self.is_made:
             return ()
         where = "fetches it from the Hugging Face hub and tokenizes it" if self.needs_hub else "tokenizes it"
@@ -93,8 +95,10 @@ class NamedText:
         return tuple(found)
 
     def tokenizer(self) -> TokenText | None:
-        """The tokenizer, with the BOS that rows begin with, made or not; None of token ids, and of one that is only on
-        the hub. Raises UserError where rows are to begin with a BOS that it does not have."""
+        """Returns the tokenizer, with the BOS that rows begin with, whether or not the rows are made yet; None for
+        token ids, and if the tokenizer is only on the hub. Raises UserError if rows should begin with a BOS that it
+        does not have.
+        """
         found = None if self.data.is_tokenized else self._tokenizer()
         if found is None:
             return None
@@ -103,10 +107,10 @@ class NamedText:
         return text
 
     def make(self, console: Console) -> None:
-        """Tokenizes the text into `folder` unless it is there; waits where another run does it.
+        """Tokenizes the text into `folder` unless it is there; waits if another run is doing it.
 
-        Raises UserError for what the hub refuses or does not have, or what is not such a text; CannotFetch where the
-        hub cannot be reached.
+        Raises UserError for what the hub refuses or does not have, and for data that are not such text; CannotFetch if
+        the hub cannot be reached.
         """
         if self.is_made:
             return
@@ -148,12 +152,12 @@ class NamedText:
 
     @property
     def _role(self) -> Role:
-        """The role of the training split's text: a part is held out where an evaluation has no split of its own."""
+        """The role of the training split's text: part of it is held out if the evaluation has no split of its own."""
         data = self.data
         return "by hash" if self.eval_rows and (data.of_files or data.eval_split == data.train_split) else "train"
 
     def _units(self) -> tuple[list[Unit], str]:
-        """The text, and in words where it is from."""
+        """Returns the text, and its origin in words."""
         data = self.data
         if data.of_files:
             assert data.data_files is not None
@@ -166,13 +170,13 @@ class NamedText:
         return units, hub.describe()
 
     def _tokenizer(self) -> str | None:
-        """The tokenizer on this machine: `bytes`, or its file; None if it is only on the hub."""
+        """Returns the tokenizer on this machine: `bytes`, or its file; None if it is only on the hub."""
         if self.stand_in is not None:
             return str(self.stand_in)
         return cached_tokenizer(self.data.tokenizer_name)
 
     def _key(self) -> str:
-        """Differs where the rows may; the same with and without a network."""
+        """Returns a key that differs if the rows could differ, and is the same with and without a network."""
         data = self.data
         name, stand_in = data.tokenizer_name, self.stand_in
         local = str(stand_in) if stand_in is not None else name if Path(name).exists() or name == "bytes" else None
@@ -183,13 +187,13 @@ class NamedText:
             text = {"files": make_plan(units, self._settings, None, ()).inputs_hash}
         elif not self.needs_hub:
             text["folder"] = HubDataset(data.dataset_name).identity
-        # What is only there where it is on keeps the folders of older runs.
+        # Keys are added only for settings that are on, so that the folders of older runs keep their names.
         about = [FORMAT, str(self._settings), self._role, tokenizer, text, *["bos"] * self.bos]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
 def named_text(config: RunConfig) -> NamedText | None:
-    """What a run is to tokenize first; None where it reads rows of tokens that are there."""
+    """Returns the text that a run must tokenize first; None if it reads existing rows of tokens."""
     method = config.method
     assert isinstance(method, LanguageModelFile)
     if config.wrapper.data is not None or method.data.is_in_rows:
@@ -205,7 +209,7 @@ def named_text(config: RunConfig) -> NamedText | None:
 
 
 def _stand_in(config: RunConfig, method: LanguageModelFile) -> Path | None:
-    """The tokenizer.json of the target's folder, where the tokenizer has the model's name."""
+    """Returns the tokenizer.json of the target's folder, if the tokenizer has the model's name."""
     spec, source = method.target.spec, config.wrapper.target
     if not isinstance(spec, HubSpec) or spec.model_name != method.data.tokenizer_name:
         return None
@@ -216,12 +220,12 @@ def _stand_in(config: RunConfig, method: LanguageModelFile) -> Path | None:
 
 
 def _rounded(rows: int) -> int:
-    """The power of two that is not less."""
+    """Rounds up to a power of two."""
     return 1 << max(rows - 1, 0).bit_length()
 
 
 def not_made(text: NamedText) -> UserError:
-    """What to raise where only a run that begins may tokenize."""
+    """Returns the error for text that is not tokenized yet, where only the start of a run may tokenize it."""
     return UserError(
         f"the run's data ({text.describe()}) are not in the cache of this machine ({text.folder}); give tokenized "
         "data: --set 'data={train: FOLDER, eval: FOLDER}'"

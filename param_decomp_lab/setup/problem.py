@@ -1,4 +1,6 @@
-"""What a run decomposes: its target, made from an architecture, with the sites that the configuration chooses."""
+"""Makes what a run decomposes: its target, built from an architecture, with the sites that the
+configuration chooses.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +36,11 @@ from param_decomp_lab.setup.sites import build_sites
 
 
 def make_problem(resolved: ResolvedConfig, architecture: Architecture, origin: str | Path) -> Problem:
-    """The decomposition of a network of this architecture. ``origin``: where that was read, for errors.
+    """Returns the decomposition of a network of this architecture. ``origin``: where the architecture was read, for
+    errors.
 
-    UserError lists what does not fit the architecture: the kind of the experiment, rows that are too long, patterns,
-    ties, metrics.
+    Raises a UserError that lists what does not fit the architecture: the kind of experiment, rows that are too long,
+    patterns, ties, metrics.
     """
     spec, errors = resolved.decomposition, Errors()
     sites = _fitting_sites(resolved.config, architecture, origin, errors)
@@ -48,20 +51,20 @@ def make_problem(resolved: ResolvedConfig, architecture: Architecture, origin: s
 
 
 def misfits(config: RunConfig, architecture: Architecture, origin: str | Path) -> list[str]:
-    """What of ``config`` does not fit the architecture. Parts of it may be missing that could not be read."""
+    """Lists what in ``config`` does not fit the architecture. Parts that could not be read may be missing."""
     errors = Errors()
     _fitting_sites(config, architecture, origin, errors)
     return errors.lines
 
 
 def _fitting_sites(config: RunConfig, architecture: Architecture, origin: str | Path, errors: Errors) -> Sites | None:
-    """The sites, None where that cannot be told. Notes in ``errors`` what does not fit."""
+    """Returns the sites; None if they cannot be determined. Adds what does not fit to ``errors``."""
     method = config.method
     with errors:
         _check_kind(config, architecture, origin)
     with errors:
         _check_length(config, architecture, origin)
-    if errors.lines:  # patterns are those of another network
+    if errors.lines:  # the patterns are for another network
         return None
     sites = None
     with errors:
@@ -132,7 +135,7 @@ def _check_init(config: RunConfig, sites: Sites) -> None:
 
 
 def _check_aligned(trained: list[Site]) -> None:
-    """T9."""
+    """Checks the requirements of T9."""
     errors = Errors()
     for site in trained:
         if site.faces is None:
@@ -149,7 +152,7 @@ def _check_aligned(trained: list[Site]) -> None:
 
 
 def _check_ci(config: AnyCI, sites: Sites, architecture: Architecture) -> None:
-    if any(broken_rules(config)):  # which the mistakes in the file say
+    if any(broken_rules(config)):  # already listed among the mistakes in the file
         return
     function = ci_function(config)
     tables = [site.name for site in sites.all if site.lookup]
@@ -168,7 +171,7 @@ def _check_ci(config: AnyCI, sites: Sites, architecture: Architecture) -> None:
 
 
 def _check_taps(function: FunctionConfig, sites: Sites, architecture: Architecture) -> None:
-    """C10."""
+    """Checks the requirements of C10."""
     n_blocks = len({point.layer for point in architecture.points()})
     if n_blocks == 0:
         raise UserError(
@@ -195,7 +198,7 @@ def _check_taps(function: FunctionConfig, sites: Sites, architecture: Architectu
 
 
 def _check_kind(config: RunConfig, architecture: Architecture, origin: str | Path) -> None:
-    """UserError where the configuration is of another kind of network."""
+    """Raises UserError if the configuration is for another kind of network."""
     if config.experiment != architecture.experiment:
         raise UserError(
             f"{origin}: the target's architecture is {architecture.name}, but the experiment is {config.experiment}"

@@ -1,4 +1,4 @@
-"""The programs of a run but for its evaluation: `pd train` runs them, `pd probe` asks what they need of a device."""
+"""The programs of a run except its evaluation. `pd train` runs them; `pd probe` measures what they need of a device."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -30,18 +30,18 @@ from param_decomp_lab.setup.base import Outline
 
 @dataclass(frozen=True)
 class Program:
-    """``function``: made by `jax.jit`. ``arguments``: their shapes, with shardings."""
+    """A program with its arguments. ``function``: made by `jax.jit`. ``arguments``: shapes with shardings."""
 
     function: Any
     arguments: tuple[Any, ...]
 
     def lower(self) -> Any:
-        """A `jax.stages.Lowered`, under the mesh in force."""
+        """Lowers the program to a `jax.stages.Lowered`, under the mesh in force."""
         return self.function.lower(*self.arguments)
 
 
 def learned_shapes(problem: Problem, mesh: Mesh) -> Learned:
-    """Shapes and shardings of the learned arrays."""
+    """Returns the shapes and shardings of the learned arrays."""
     spec, sites = problem.decomposition, problem.target.sites
     key = jax.eval_shape(lambda: spec.key("init"))
     components = jax.eval_shape(partial(init_components, sites=sites), key)
@@ -52,7 +52,7 @@ def learned_shapes(problem: Problem, mesh: Mesh) -> Learned:
 
 
 def init_program(outline: Outline) -> Program:
-    """Makes the state, every part of it where it lies."""
+    """Makes the state, with every part placed according to its sharding."""
     spec, sites = outline.problem.decomposition, outline.problem.target.sites
     init = partial(init_state, spec, sites, outline.leading)
     return Program(jax.jit(init, out_shardings=_places(outline.state)), ())
@@ -66,7 +66,7 @@ def no_second_moments_program(outline: Outline) -> Program:
 
 
 def second_moments_program(outline: Outline) -> Program:
-    """``(moments, weights, batch) -> moments``, with those of what the sites give on a batch added (T6)."""
+    """``(moments, weights, batch) -> moments``, with the moments of the sites' outputs on a batch added (T6)."""
     moments = _second_moments(outline)
 
     def add(moments: Any, weights: Any, batch: Any) -> Any:
@@ -77,19 +77,19 @@ def second_moments_program(outline: Outline) -> Program:
 
 
 def initial_components_program(outline: Outline) -> Program:
-    """``(moments, weights) -> components`` that are weighted singular vectors (T6)."""
+    """``(moments, weights) -> components``: weighted singular vectors (T6)."""
     function = jax.jit(partial(_initial_components, outline.problem), out_shardings=_places(outline.state.components))
     return Program(function, (_second_moments(outline), outline.weights))
 
 
 def aligned_components_program(outline: Outline) -> Program:
-    """``(weights,) -> components`` that are aligned with nonlinearities (T9)."""
+    """``(weights,) -> components``, aligned with nonlinearities (T9)."""
     function = jax.jit(partial(nonlinearity_aligned, outline.problem), out_shardings=_places(outline.state.components))
     return Program(function, (outline.weights,))
 
 
 def warmup_moments_program(outline: Outline) -> Program:
-    """From components to the moments of their faithfulness warm-up (T3)."""
+    """``(components,) -> moments`` of their faithfulness warm-up (T3)."""
     components = outline.state.components
     optimizer = warmup_transformation(outline.problem)
     where = moments_shardings(outline.mesh, optimizer, components)
@@ -99,7 +99,7 @@ def warmup_moments_program(outline: Outline) -> Program:
 def warmup_program(outline: Outline) -> Program:
     """``(components, moments, weights, n) -> (components, moments, faithfulness)`` after ``n`` warm-up steps."""
     components = outline.state.components
-    # Placed alike from the first dispatch on: else the second one is another program to compile.
+    # The placement is the same from the first dispatch on; otherwise the second dispatch would compile another program.
     optimizer = warmup_transformation(outline.problem)
     moments = jax.eval_shape(optimizer.init, components)
     moments = with_shardings(moments, moments_shardings(outline.mesh, optimizer, components))
@@ -112,8 +112,9 @@ def warmup_program(outline: Outline) -> Program:
 
 
 def calibration_program(outline: Outline) -> Program:
-    """``(components, ci, weights, inputs) -> ci`` with what it takes from the batch of step 0 (C8); ``inputs``: of a
-    program for one step."""
+    """``(components, ci, weights, inputs) -> ci`` calibrated on the batch of step 0 (C8); ``inputs``: those of a
+    program for one step.
+    """
     state = outline.state
 
     def calibrated(components: Any, ci: Any, weights: Any, inputs: Any) -> Any:
@@ -137,7 +138,7 @@ def steps_program(outline: Outline, size: int) -> Program:
 
 
 _COUNT = jax.ShapeDtypeStruct((), jnp.int32)
-"""How many steps a dispatch takes."""
+"""Shape of the number of steps of a dispatch."""
 
 
 def _warmup_steps(problem: Problem, components: Any, moments: Any, weights: Any, n: Any) -> tuple[Any, Any, Any]:

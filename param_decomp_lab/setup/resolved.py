@@ -1,4 +1,4 @@
-"""A configuration with what follows from it alone, worked out once for all that need it."""
+"""Holds a configuration with everything that follows from it alone, computed once for all users."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +20,7 @@ from param_decomp_lab.weights.dtypes import Dtype
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """``config``, and what it means. Each property is computed when it is first asked for."""
+    """``config`` and what follows from it. Each property is computed on first access."""
 
     config: RunConfig
 
@@ -31,12 +31,12 @@ class ResolvedConfig:
 
     @cached_property
     def target(self) -> Source:
-        """Where the target comes from. Raises UserError as `target_source`."""
+        """Where the target comes from. Raises UserError as `target_source` does."""
         return target_source(self.config)
 
     @property
     def weights_dtype(self) -> Dtype | None:
-        """The dtype of the frozen weights on the devices; None keeps what is stored."""
+        """The dtype of the frozen weights on the devices; None keeps the stored dtype."""
         method = self.config.method
         return method.target.weights_dtype if isinstance(method, LanguageModelFile) else "float32"
 
@@ -48,7 +48,7 @@ class ResolvedConfig:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Leading axes of a training batch: rows, and of a language model their tokens."""
+        """Leading axes of a training batch: rows, and for a language model their positions."""
         method = self.config.method
         rows = method.pd.batch_size
         return (rows, method.data.max_seq_len) if isinstance(method, LanguageModelFile) else (rows,)
@@ -57,23 +57,27 @@ class ResolvedConfig:
 
     @cached_property
     def text(self) -> NamedText | None:
-        """What a run is to tokenize first; None where it reads rows of tokens that are there, and for a toy."""
+        """The text that a run must tokenize first; None for a toy, and if the run reads existing rows of tokens."""
         return named_text(self.config) if isinstance(self.config.method, LanguageModelFile) else None
 
     @property
     def data(self) -> DataFolders | None:
-        """Folders of tokens: the wrapper's, or those that the text is tokenized into; None for plain files of rows."""
+        """Folders of tokens: the wrapper's, or those into which the text is tokenized; None for plain files of rows."""
         return self.config.wrapper.data if self.text is None else self.text.folders
 
     @cached_property
     def train_rows(self) -> TokenRows:
-        """What the run is trained on. UserError for text that is not tokenized yet, and as `TokenData`."""
+        """The rows that the run is trained on. Raises UserError for text that is not tokenized yet, and as `TokenData`
+        does.
+        """
         folders = self._made_data()
         return self._split[0] if folders is None else TokenData(folders.train)
 
     @cached_property
     def held_out_rows(self) -> TokenRows:
-        """What the run keeps for its evaluation. UserError where it keeps nothing apart, and as `train_rows`."""
+        """The rows that are held out for the evaluation. Raises UserError if none are held out, and as `train_rows`
+        does.
+        """
         folders = self._made_data()
         if self.config.method.eval is None and self.config.wrapper.data is None:
             raise UserError(
@@ -89,7 +93,7 @@ class ResolvedConfig:
 
     @cached_property
     def _split(self) -> tuple[TokenRows, TokenRows]:
-        """Rows of plain files: those to train on, and the last ones, which an evaluation reads."""
+        """The rows of plain files: those to train on, and the last ones, which the evaluation reads."""
         method = self.config.method
         assert isinstance(method, LanguageModelFile)
         assert method.data.data_files is not None

@@ -1,4 +1,4 @@
-"""Rows of tokens as a run takes them: checked, held out for its evaluation, and in batches."""
+"""Checks the rows of tokens of a run, holds some out for its evaluation, and makes batches of them."""
 
 from jax.sharding import Mesh
 
@@ -16,7 +16,7 @@ from param_decomp_lab.errors import UserError
 
 
 def evaluation_source(rows: TokenRows, settings: EvalConfig, seed: int, mesh: Mesh) -> TokenSource:
-    """The evaluation's batches of held-out ``rows``. UserError for too few of them."""
+    """Returns the evaluation's batches of held-out ``rows``. Raises UserError if there are too few."""
     source = token_source(rows, settings.batch_size, seed, mesh)
     wanted = settings.n_steps * settings.batch_size
     if wanted > len(rows):
@@ -28,7 +28,7 @@ def evaluation_source(rows: TokenRows, settings: EvalConfig, seed: int, mesh: Me
 
 
 def check_rows(rows: TokenRows, problem: Problem, seq_len: int) -> None:
-    """UserError for rows that the target or the CI function cannot take, or of another length than ``seq_len``."""
+    """Raises UserError for rows that the target or the CI function cannot take, or whose length is not ``seq_len``."""
     inputs = problem.target.architecture.inputs
     assert isinstance(inputs, TokenInputs)
     rows.check(inputs.vocab_size, longest_row(problem.decomposition.ci), LONGEST)
@@ -40,20 +40,22 @@ def check_rows(rows: TokenRows, problem: Problem, seq_len: int) -> None:
 
 
 def token_source(rows: TokenRows, batch_size: int, seed: int, mesh: Mesh, *, reshuffle: bool = True) -> TokenSource:
-    """Batches of which this process reads what its devices hold."""
+    """Returns batches, of each of which this process reads only the rows of its devices."""
     lo, hi = process_batch_rows(mesh, batch_size)
     batches = Batches(rows, batch_size, seed, reshuffle=reshuffle, lo=lo, hi=hi)
     return TokenSource(batch_size, rows.seq_len, mesh, batches)
 
 
 def refuse_one_folder(folders: DataFolders) -> None:
-    """UserError where a run would be evaluated on the rows that it is trained on."""
+    """Raises UserError if a run would be evaluated on the rows that it is trained on."""
     if folders.train.resolve() == folders.eval.resolve():
         raise UserError(f"data.train and data.eval are the same folder ({folders.train}); evaluate on other rows")
 
 
 def split_rows(rows: TokenRows, held: int, batch_size: int) -> tuple[RowRange, RowRange]:
-    """All but the last ``held`` rows, and these. UserError where less than a batch remains to train on."""
+    """Returns all but the last ``held`` rows, and those last rows. Raises UserError if less than a batch remains to
+    train on.
+    """
     remaining = len(rows) - held
     if held and remaining < batch_size:
         raise UserError(f"{rows.source} has {len(rows)} rows; {held} are held out for evaluation and too few remain")

@@ -1,4 +1,4 @@
-"""The sites that a configuration chooses among a target's matrices."""
+"""Finds the sites that a configuration chooses among a target's matrices."""
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import groupby
@@ -12,9 +12,9 @@ from param_decomp_lab.schema.site_names import matches_module
 
 
 def build_sites(pd: PDConfig, matrices: Sequence[Matrix]) -> Sites:
-    """`decomposition_targets`, `identity_decomposition_targets` and `tied_weights` against a target's matrices.
+    """Matches `decomposition_targets`, `identity_decomposition_targets` and `tied_weights` with a target's matrices.
 
-    UserError for patterns that match nothing or twice, and for sites that cannot be tied.
+    Raises UserError for patterns that match nothing, matrices that match twice, and sites that cannot be tied.
     """
     names = [matrix.name for matrix in matrices]
     of_matrices = [matrix.name for matrix in matrices if not matrix.lookup]
@@ -32,7 +32,9 @@ def build_sites(pd: PDConfig, matrices: Sequence[Matrix]) -> Sites:
 
 
 def _refuse_some_experts(matrices: Sequence[Matrix], chosen: Mapping[str, int]) -> None:
-    """X2: UserError unless of a layer's experts all matrices of a kind are chosen with one C, or none is."""
+    """Enforces X2: raises UserError unless, for each kind of matrix, all or none of a layer's experts are chosen, with
+    one C.
+    """
     where = "pd.decomposition_targets"
     for matrix in matrices:
         if matrix.expert is not None and matrix.name + PRE_IDENTITY in chosen:
@@ -54,9 +56,10 @@ def _refuse_some_experts(matrices: Sequence[Matrix], chosen: Mapping[str, int]) 
 
 
 def _without_slices(matrices: Sequence[Matrix], chosen: Mapping[str, int]) -> dict[str, int]:
-    """``chosen`` without slices of matrices that are chosen as a whole: `*.attn.*` means the whole ones.
+    """Returns ``chosen`` without slices of matrices that are chosen as a whole: `*.attn.*` means the whole ones.
 
-    UserError where one layer's matrix is chosen as a whole and another's by its slices: a pass computes all alike.
+    Raises UserError if one layer's matrix is chosen as a whole and another's by its slices, because a forward pass
+    treats all layers alike.
     """
     whole = {matrix.name: matrix.part_of for matrix in matrices}
     found = {name: C for name, C in chosen.items() if whole[name] not in chosen}
@@ -85,7 +88,9 @@ def _tied(pd: PDConfig, sites: Sites) -> list[tuple[str, str]]:
 def _pair(
     given: tuple[str, str], n: int, by_name: Mapping[str, Site], taken: MutableMapping[str, int]
 ) -> tuple[str, str]:
-    """The names of the two sites of pair ``n``. ``taken``: the sites of pairs before, with their numbers; extended."""
+    """Returns the names of the two sites of pair ``n``. ``taken``: the sites of earlier pairs, with the pairs' numbers;
+    gets extended.
+    """
     where = f"pd.tied_weights.{n}"
     pair = []
     for name in given:

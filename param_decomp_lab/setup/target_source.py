@@ -1,4 +1,4 @@
-"""Where the target of a run comes from, and its folder on this machine."""
+"""Finds the source of a run's target, and its folder on this machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,42 +26,45 @@ class PretrainedToy:
     where: str = "target.pretrain"
 
     def read(self) -> ToyRecipe:
-        """The recipe. Raises UserError when it is wrong or no toy's."""
+        """Returns the recipe. Raises UserError if it is invalid or not a toy's."""
         return read_toy_recipe(self.recipe, self.where)
 
     def cached(self) -> Path | None:
-        """The folder with the toy, if it has been trained. Raises UserError as `is_trained`."""
+        """Returns the folder with the toy, if it has been trained. Raises UserError as `is_trained` does."""
         recipe = self.read()
         return Path(recipe.out) if is_trained(recipe) else None
 
     def missing(self) -> str:
-        """How it comes to this machine."""
+        """Says how the toy gets to this machine."""
         return f"a recipe makes the target; {self.how_to_train}"
 
     @property
     def title(self) -> str:
-        """The recipe, for messages."""
+        """Names the recipe in messages."""
         return shown_path(self.recipe) if isinstance(self.recipe, Path) else "the recipe of the configuration"
 
     @property
     def how_to_train(self) -> str:
-        """What a user can do to train it."""
+        """Says what a user can do to train it."""
         if isinstance(self.recipe, Path):
             return f"train it with `pd pretrain {self.recipe}`"
         return "`pd train` trains it before the run, from the recipe of the configuration"
 
     def fetch(self, console: Console) -> Path:
-        """The folder with the toy, trained now if it has not been. Raises UserError as `pretrain_toy`."""
+        """Returns the folder with the toy, after training it if needed. Raises UserError as `pretrain_toy` does."""
         return pretrain_toy(self.read(), console=console).folder
 
 
 Source = Path | HubModel | TorchRun | PretrainedToy
-"""A folder in the layout of `weights/target_folder.py`, which may not be there, or what such a folder is made from."""
+"""A folder in the layout of `weights/target_folder.py`, which may not exist, or the source from which such a folder is
+made.
+"""
 
 
 def target_source(config: RunConfig) -> Source:
-    """What holds the weights: the wrapper's folder or recipe, else what the schema file names. Raises UserError for a
-    name that can be nothing of the kind."""
+    """Returns the source of the weights: the wrapper's folder or recipe, else what the schema file names. Raises
+    UserError for a name that cannot be one.
+    """
     given, method = config.wrapper.target, config.method
     if given is not None and given.folder is not None:
         return given.folder
@@ -80,8 +83,9 @@ def target_source(config: RunConfig) -> Source:
 
 
 def target_folder(source: Source) -> Path:
-    """The folder with the target's weights; nothing is fetched. UserError, which says how it could be, if there is none
-    on this machine. A folder that the configuration names itself is returned even if it is not there."""
+    """Returns the folder with the target's weights; fetches nothing. Raises UserError, which says how to fetch it, if
+    it is not on this machine. A folder that the configuration itself names is returned even if it does not exist.
+    """
     if isinstance(source, Path):
         return source
     found = source.cached()
@@ -91,8 +95,8 @@ def target_folder(source: Source) -> Path:
 
 
 def fetch_target(source: Source, console: Console, processes: Processes = ALONE) -> Path:
-    """As `target_folder`, but what is elsewhere is fetched, and what is torch's is converted, once on every node; a toy
-    with a recipe is trained by process 0.
+    """Like `target_folder`, but fetches what is elsewhere and converts torch runs, once on every node; process 0 trains
+    a toy with a recipe.
 
     Raises UserError and CannotFetch as the source's `fetch` does.
     """

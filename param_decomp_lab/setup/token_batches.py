@@ -1,4 +1,6 @@
-"""A language model's batches: its rows of tokens, tokenized first where the configuration names text."""
+"""Makes the batches of a language model from its rows of tokens, which are tokenized first if the configuration names
+text.
+"""
 
 from pathlib import Path
 
@@ -19,10 +21,10 @@ from param_decomp_lab.ui.warnings import print_warnings
 def token_batches(
     resolved: ResolvedConfig, problem: Problem, target: Path, mesh: Mesh, console: Console, processes: Processes
 ) -> tuple[TokenSource, TokenSource | None, TokenText | None]:
-    """Batches for training and for the evaluation, None without one, and the tokenizer if there is one. ``target``: the
-    folder of the target, which may have it.
+    """Returns batches for training and for the evaluation (None without one), and the tokenizer if there is one.
+    ``target``: the folder of the target, which may have the tokenizer.
 
-    Raises UserError for data that do not fit the target or the configuration; CannotFetch.
+    Raises UserError for data that do not fit the target or the configuration, and CannotFetch.
     """
     method = resolved.config.method
     assert isinstance(method, LanguageModelFile)

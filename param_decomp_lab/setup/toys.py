@@ -1,4 +1,4 @@
-"""A toy model's batches: features drawn on the devices."""
+"""Makes the batches of a toy model: features drawn on the devices."""
 
 from jax.sharding import Mesh
 
@@ -13,7 +13,7 @@ TRAIN, EVAL, HARVEST = 0, 1, 2
 
 
 def feature_batches(method: ToyFile, problem: Problem, mesh: Mesh) -> tuple[FeatureSource, FeatureSource | None]:
-    """Batches for training and for the evaluation, None without one."""
+    """Returns batches for training and for the evaluation (None without one)."""
     inputs = problem.target.architecture.inputs
     assert isinstance(inputs, FeatureInputs)
     train = feature_source(method, inputs, method.pd.batch_size, TRAIN, mesh)
@@ -21,7 +21,7 @@ def feature_batches(method: ToyFile, problem: Problem, mesh: Mesh) -> tuple[Feat
 
 
 def feature_source(method: ToyFile, inputs: FeatureInputs, size: int, purpose: int, mesh: Mesh) -> FeatureSource:
-    """Batches of ``size`` inputs that the schema's `data` describes; of two purposes they share no draw."""
+    """Returns batches of ``size`` inputs that the schema's `data` describes. Different purposes share no draw."""
     data = method.data
     features = SparseFeatures(inputs.n_features, data.feature_probability, inputs.low, data.data_generation_type)
     return FeatureSource(features, size, method.pd.seed, purpose, mesh)

@@ -1,1 +1,1 @@
-"""Where metrics go while a run trains, and what is watched in them."""
+"""Writes the metrics of a training run to their destinations, and watches them for signs of collapse."""

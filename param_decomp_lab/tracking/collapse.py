@@ -1,8 +1,8 @@
-"""Signs of a late collapse of the importances, in the norms of the CI function's gradients.
+"""Detects signs of a late collapse of the importances in the gradient norms of the CI function.
 
-With a p below 1 and a tiny eps a few importances near 0 have gradients that are larger by orders of magnitude than all
-others. First more and more single steps stand out (`GradientTail`; docs/measurements/collapse.md), in the published run
-all did in the end (`GradientGrowth`).
+With p below 1 and a tiny eps, the gradients of a few importances near 0 are orders of magnitude larger than all others.
+At first, isolated steps have large gradient norms, and they become more frequent (`GradientTail`;
+docs/measurements/collapse.md). In the published run, the norms of all steps were large in the end (`GradientGrowth`).
 """
 
 import statistics
@@ -18,13 +18,15 @@ from param_decomp_lab.config.loss_schema import ImportanceMinimalityLoss
 
 CI_GRADIENTS = "train/grad_norms/summary/ci_fns"
 LIMIT = 10.0
-"""The published run grew 350-fold before it was lost; healthy ones here at most 8-fold
-(docs/measurements/collapse.md)."""
+"""Growth of the gradient norm that gives a warning. It grew 350-fold in the published run before that collapsed, and at
+most 8-fold in healthy runs here (docs/measurements/collapse.md).
+"""
 WINDOW = 0.02
 SETTLED = 0.05
-"""Fractions of training: over which medians are taken, and before which nothing is compared."""
+"""Fractions of training: the length of a window whose median is taken, and the start before which nothing is compared.
+"""
 LEAST_ROWS = 10
-"""The least rows of a window."""
+"""The smallest number of rows in a window."""
 
 ADVICE = (
     "Runs with p below 1 have lost their importances after this: keep a checkpoint from before; a smaller learning "
@@ -34,7 +36,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Growth:
-    """Medians of the gradients' norm: ``now``, at ``step``, and the ``lowest`` of an earlier window, at ``since``."""
+    """Medians of the gradient norm: ``now``, at ``step``, and the ``lowest`` of an earlier window, at ``since``."""
 
     step: int
     now: float
@@ -58,9 +60,9 @@ class Growth:
 
 
 class GradientGrowth:
-    """Watches the norm of the CI function's gradients as rows are logged, of which a whole run has ``n_rows``.
+    """Watches the gradient norm of the CI function as rows are logged. ``n_rows``: rows of a complete run.
 
-    A single spike is not growth: what is compared are medians over a window of rows.
+    Medians over windows of rows are compared, so that a single spike does not count as growth.
     """
 
     def __init__(self, n_rows: int) -> None:
@@ -68,11 +70,13 @@ class GradientGrowth:
         self._size = max(LEAST_ROWS, round(WINDOW * n_rows))
         self._window: deque[float] = deque(maxlen=self._size)
         self._medians: deque[tuple[float, int]] = deque(maxlen=self._size)
-        """Medians of the windows that have rows in common with the present one."""
+        """Medians of the windows that share rows with the current one."""
         self._lowest: tuple[float, int] | None = None
 
     def add(self, step: int, norm: float) -> Growth | None:
-        """The growth of the window that ends with this row; None before there is an earlier one to compare with."""
+        """Returns the growth of the window that ends with this row; None while there is no earlier window to compare
+        with.
+        """
         if self._unsettled > 0:
             self._unsettled -= 1
             return None
@@ -89,23 +93,25 @@ class GradientGrowth:
 
 
 def growths(norms: Sequence[tuple[int, float]]) -> Iterator[Growth]:
-    """`GradientGrowth` of the rows of a run that are all there: steps and norms."""
+    """Applies `GradientGrowth` to all rows of a finished run, given as steps and norms."""
     watch = GradientGrowth(len(norms))
     return filter(None, (watch.add(step, norm) for step, norm in norms))
 
 
 TAIL_LIMIT = 4.2
-"""In the runs that collapse in docs/measurements/collapse.md the tail passes it 8,000 steps of 80,000 before, or more.
-In those beside them that do not, it does not pass it."""
+"""Limit of `Tail` that gives a warning. In the runs of docs/measurements/collapse.md that collapse, the tail exceeds it
+at least 8,000 of 80,000 steps before. In the runs that do not collapse, it never exceeds it.
+"""
 LEAST_STEPS = 1000
-"""The least steps of a window whose 95th percentile is taken."""
+"""The smallest number of steps in a window whose 95th percentile is taken."""
 N_WINDOWS = 3
 
 
 @dataclass(frozen=True)
 class Tail:
-    """How far the 95th percentile of the gradients' norms is above their median in the steps from ``first`` to
-    ``last``: the median of three windows."""
+    """The ratio of the 95th percentile of the gradient norms to their median, in the steps from ``first`` to ``last``:
+    the median over three windows.
+    """
 
     first: int
     last: int
@@ -123,7 +129,7 @@ class Tail:
 
 
 class GradientTail:
-    """Watches the norm of the CI function's gradients in every one of ``total`` steps, window by window."""
+    """Watches the gradient norm of the CI function in each of ``total`` steps, window by window."""
 
     def __init__(self, total: int) -> None:
         self._size = max(LEAST_STEPS, round(WINDOW * total))
@@ -131,7 +137,7 @@ class GradientTail:
         self._ratios: deque[float] = deque(maxlen=N_WINDOWS)
 
     def add(self, step: int, norm: float) -> Tail | None:
-        """What is known with this step: news at the end of every window from the third on."""
+        """Returns a new `Tail` at the end of every window from the third on; None at other steps."""
         self._norms.append(norm)
         if len(self._norms) < self._size:
             return None
@@ -144,12 +150,13 @@ class GradientTail:
 
 
 def may_collapse(losses: Iterable[object]) -> bool:
-    """Whether these terms of a configuration have an L_p importance minimality whose p is below 1 at any time."""
+    """Whether these loss terms include an L_p importance minimality whose p is ever below 1."""
     return any(isinstance(loss, ImportanceMinimalityLoss) and loss.least_p < 1 for loss in losses)
 
 
 class CollapseWatch:
-    """What `pd train` looks at, and gives to ``warn``: either sign, once, and only where a collapse is to be feared.
+    """Passes each of the two signs to ``warn``, once, and only if the losses can lead to a collapse. Used by `pd
+    train`.
 
     ``losses``: the terms of the configuration.
     """
@@ -160,12 +167,12 @@ class CollapseWatch:
         self._known: set[type] = set()
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """A row of `metrics.jsonl`."""
+        """Takes a row of `metrics.jsonl`."""
         if self._is_on and CI_GRADIENTS in row:
             self._look_at(self._growth.add(row["step"], row[CI_GRADIENTS]))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step, logged or not."""
+        """Takes the metrics of a step, whether they are logged or not."""
         if self._is_on:
             self._look_at(self._tail.add(step, metrics[CI_GRADIENTS.removeprefix("train/")]))
 

@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` and the terminal. (wandb: `wandb_sink.py`.)"""
+"""Destinations of metrics: `metrics.jsonl` and the terminal. (wandb: `wandb_sink.py`.)"""
 
 import json
 import math
@@ -19,11 +19,11 @@ from param_decomp_lab.runs.unwritable import why_not_written
 
 
 class MetricsFile:
-    """Appends rows; opened at ``step``, it first cuts off every row of that step or later (T5).
+    """Appends rows to `metrics.jsonl`. When opened at ``step``, it first removes every row of that step or later (T5).
 
-    Rows that cannot be written (the disk is full) wait here, and are tried again with the next one: a disk that has
-    room again in time costs nothing. No row is ever half in the file. ``last``: the step of the last row that was there
-    and stays, -1 without one. ``earlier``: called with each row that stays.
+    Rows that cannot be written (the disk is full) are kept, and written together with the next one, so nothing is lost
+    if the disk has space again in time. The file never keeps a partial row. ``last``: the step of the last row that the
+    file keeps, or -1. ``earlier``: called with each row that it keeps.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MetricsFile:
         self._waiting: list[bytes] = []
 
     def write(self, row: Row) -> None:
-        """Raises Displaced, as `settle` does, if another file, or none, is where the rows went."""
+        """Raises Displaced, as `settle` does, if the file was replaced or removed."""
         self._refuse_displaced()
         self._waiting.append(_line(row).encode())
         try:
@@ -57,7 +57,7 @@ class MetricsFile:
                 self._console.print(Text(said, "yellow"), soft_wrap=True)
 
     def settle(self) -> None:
-        """Returns when every row is on the disk. CannotWrite when one cannot be written."""
+        """Returns when every row is on the disk. Raises CannotWrite if one cannot be written."""
         self._refuse_displaced()
         try:
             self._append()
@@ -87,7 +87,7 @@ class MetricsFile:
     def _append(self) -> None:
         while self._waiting:
             if os.fstat(self._file.fileno()).st_size > self._whole:
-                self._file.truncate(self._whole)  # the part of a row that there was room for
+                self._file.truncate(self._whole)  # a row of which only a part fitted
             left = memoryview(self._waiting[0])
             while left:
                 left = left[self._file.write(left) :]
@@ -99,7 +99,7 @@ def _line(row: Row) -> str:
 
 
 def brief(row: Row, prefix: str = "train/loss/") -> str:
-    """The loss terms of a row on one line, without their parts (R6)."""
+    """Formats the loss terms of a row on one line, without their parts (R6)."""
     terms = {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
     return "  ".join(f"{name} {_number(value)}" for name, value in terms.items() if "/" not in name)
 

@@ -1,11 +1,11 @@
-"""What a process of its own does for `wandb_sink.py`: sends to wandb what the run folder has and wandb lacks.
+"""Sends to wandb what the run folder has and wandb lacks, in a separate process that `wandb_sink.py` starts.
 
     python -m param_decomp_lab.tracking.wandb_mirror check    # whether wandb could be logged in to, without asking it
     python -m param_decomp_lab.tracking.wandb_mirror send
 
-`metrics.jsonl` and `figures/` are what is sent; nothing is handed over in memory. It reads lines of JSON: first what
-`wandb.init` is to be given, later how the run ended. It writes such lines: `connected`, then `sent`; or `misuse`, or
-`failed`. When its input ends it goes at once: whoever started it is gone.
+It sends `metrics.jsonl` and `figures/`; nothing is passed in memory. It reads lines of JSON: first the arguments of
+`wandb.init`, later how the run ended. It writes lines of JSON: `connected`, then `sent`; or `misuse`, or `failed`. It
+exits as soon as its input ends, because then the process that started it is gone.
 """
 
 import json
@@ -25,15 +25,15 @@ from param_decomp_lab.runs.metrics_file import parse_row
 POLL_S = 0.5
 INIT_TIMEOUT_S = 60.0
 FINISH_TIMEOUT_S = 20.0
-"""For what is still on its way when the run has ended. wandb keeps the rest on disk."""
+"""Time to send what is still pending when the run has ended. wandb keeps the rest on disk."""
 RETRIES = 1_000_000
-"""How often a request is repeated before wandb gives up on the rest of a run: it should not."""
+"""How often wandb repeats a request before it gives up on the run: so many times that it never does."""
 OUTCOMES = {"finished": 0, "failed": 1, "preempted": 1}
-"""wandb's exit code for each."""
+"""wandb's exit code for each outcome of a run."""
 
 
 class Ending:
-    """How the run ended, once that is known; read from stdin on a thread."""
+    """How the run ended, once this is known. A thread reads it from stdin."""
 
     def __init__(self) -> None:
         self.outcome: str | None = None
@@ -50,7 +50,7 @@ def say(channel: int, what: str, why: str = "") -> None:
 
 
 def check() -> None:
-    """Raises wandb's own errors where nobody is logged in; asks no server."""
+    """Raises wandb's own errors if nobody is logged in; contacts no server."""
     import wandb
 
     if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
@@ -60,7 +60,7 @@ def check() -> None:
 
 
 def send(channel: int, given: dict[str, Any], ending: Ending) -> None:
-    """Until the run has ended and all of it is sent. Raises wandb's own errors, and TimeoutError at the end."""
+    """Sends until the run has ended and all of it is sent. Raises wandb's own errors, and TimeoutError at the end."""
     import wandb
 
     folder = Path(given["dir"])
@@ -76,11 +76,11 @@ def send(channel: int, given: dict[str, Any], ending: Ending) -> None:
     try:
         run = wandb.init(**given, resume=None if offline else "allow", settings=settings)
     except BaseException:
-        for made in set((folder / "wandb").glob("run-*")) - before:  # one for each try, with nothing in it
+        for made in set((folder / "wandb").glob("run-*")) - before:  # one empty folder for each try
             shutil.rmtree(made, ignore_errors=True)
         raise
     say(channel, "connected", run.url or "")
-    # Rows that wandb has are not sent again: a resumed run makes the same ones.
+    # Rows that wandb has are not sent again, since a resumed run produces the same ones.
     first = 0 if offline else run.starting_step
     for row in read_rows(folder / "metrics.jsonl", ending):
         if row["step"] >= first:
@@ -92,8 +92,9 @@ def send(channel: int, given: dict[str, Any], ending: Ending) -> None:
 
 
 def _put_aside(made: Path) -> None:
-    """Offline folders of earlier starts of the run. This start makes one with all rows, and `wandb sync` of several
-    would add up what they have."""
+    """Moves aside the offline folders of earlier starts of the run. This start writes one with all rows, and syncing
+    several with `wandb sync` would duplicate rows.
+    """
     aside = made / "superseded"
     for older in made.glob("offline-run-*"):
         aside.mkdir(exist_ok=True)
@@ -101,12 +102,13 @@ def _put_aside(made: Path) -> None:
 
 
 def read_rows(file: Path, ending: Ending) -> Iterator[dict[str, Any]]:
-    """Rows as they are written, until the run has ended. A line that is cut off by then is left out. Raises ValueError,
-    with its number, for one that is not a row."""
+    """Yields rows as they are written, until the run has ended. A line that is then still incomplete is left out.
+    Raises ValueError, with the line number, for a line that is not a row.
+    """
     rest, number = b"", 0
     with file.open("rb") as lines:
         while True:
-            ended = ending.outcome is not None  # before the look: what was written before the end is still read
+            ended = ending.outcome is not None  # checked first: what was written before the end is still read
             *whole, rest = (rest + lines.read()).split(b"\n")
             for line in whole:
                 number += 1
@@ -120,7 +122,7 @@ def read_rows(file: Path, ending: Ending) -> Iterator[dict[str, Any]]:
 
 
 def _figures(folder: Path, step: int) -> dict[str, Any]:
-    """The figures that belong to a row, drawn before it was written."""
+    """Returns the figures that belong to a row; they were drawn before the row was written."""
     import wandb
 
     ending = f"_{step}.png"
@@ -129,22 +131,22 @@ def _figures(folder: Path, step: int) -> dict[str, Any]:
 
 
 def is_misuse(error: BaseException) -> bool:
-    """Whether trying again cannot help: nobody is logged in, or the server says that the request is wrong."""
+    """Whether a retry cannot help: nobody is logged in, or the server says that the request is wrong."""
     import wandb
 
     if isinstance(error, wandb.errors.UsageError | wandb.errors.AuthenticationError):
         return True
-    # No entity, no permission, no such key. 408, 409, 425 and 429 ask for patience.
+    # No entity, no permission, no such key. 408, 409, 425 and 429 ask for a retry.
     refused = re.search(r"returned error (4\d\d)", str(error))
     return refused is not None and int(refused[1]) not in (408, 409, 425, 429)
 
 
 def main() -> None:
-    """Status 0 always: what happened is told on the channel."""
+    """Always exits with status 0; the outcome is reported on the channel."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # meant for the run, which says when it has ended
-    os.nice(5)  # the run's own threads come first
-    # wandb may print; only what is said by us goes to the one who started this.
+        signal.signal(number, signal.SIG_IGN)  # the signal is meant for the run, which then reports its end here
+    os.nice(5)  # the run's own threads have priority
+    # wandb may print to stdout, but only our own messages may reach the parent process.
     channel = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -156,7 +158,7 @@ def main() -> None:
             send(channel, given, Ending())
     except Exception as error:
         say(channel, "misuse" if is_misuse(error) else "failed", str(error) or type(error).__name__)
-    os._exit(0)  # wandb's own end would wait for a server that does not answer
+    os._exit(0)  # wandb's exit handler would wait for a server that does not answer
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""wandb, which gets what `metrics.jsonl` and `figures/` have, by a process of its own that no step waits for."""
+"""Mirrors `metrics.jsonl` and `figures/` to wandb, in a separate process that no training step waits for."""
 
 import contextlib
 import json
@@ -22,9 +22,9 @@ from param_decomp_lab.safe_io.printable import printable
 MIRROR = (sys.executable, "-m", "param_decomp_lab.tracking.wandb_mirror")
 LOG_FILE = "wandb.log"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 300.0
-"""Between two tries to reach wandb; each pause is twice the one before."""
+"""Pauses between attempts to reach wandb; each pause is twice the one before."""
 CLOSING_S = 40.0
-"""For the rest to be sent when the run has ended."""
+"""Time to send what is pending when the run has ended."""
 WITHOUT = "run with WANDB_MODE=offline or disabled to do without"
 
 
@@ -33,7 +33,7 @@ def _enabled(config: RunConfig) -> bool:
 
 
 def _init(config: RunConfig, run_folder: Path) -> dict[str, Any]:
-    """What `wandb.init` is given; the same at every start of a run."""
+    """Returns the arguments of `wandb.init`, which are the same at every start of a run."""
     wrapper, settings = config.wrapper, config.method.wandb
     assert settings is not None
     return {
@@ -44,7 +44,7 @@ def _init(config: RunConfig, run_folder: Path) -> dict[str, Any]:
 
 
 class Login:
-    """Looks whether wandb could be logged in to, meanwhile; asks no server."""
+    """Checks in the background whether the user is logged in to wandb; contacts no server."""
 
     def __init__(self, config: RunConfig) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -55,7 +55,7 @@ class Login:
             )  # fmt: skip
 
     def require(self) -> None:
-        """UserError if nobody is logged in."""
+        """Raises UserError if nobody is logged in."""
         if self._process is not None:
             for line in self._process.communicate()[0].splitlines():
                 said = json.loads(line)
@@ -64,11 +64,11 @@ class Login:
 
 
 class Wandb:
-    """Follows the run folder from its opening to `close`, and never makes a run wait, or fail, but for a misuse that is
-    the first thing that wandb says.
+    """Follows the run folder from its opening to `close`. It never delays the run, and fails it only if wandb's first
+    answer is that it was used wrongly.
 
-    Where wandb cannot be reached it is tried again; then, or when the run is resumed, it gets what it lacks. What it
-    refuses later, when there are steps to lose, is told, and the run goes on without it.
+    If wandb cannot be reached, it is tried again; it then gets what it lacks, as it does when the run is resumed. A
+    later refusal, when there are steps to lose, is reported, and the run goes on without wandb.
     """
 
     def __init__(self, config: RunConfig, run_folder: Path, console: Console) -> None:
@@ -87,16 +87,18 @@ class Wandb:
 
     @property
     def sent(self) -> bool:
-        """Whether wandb has all of the run, or an offline folder has."""
+        """Whether wandb or an offline folder has all of the run."""
         return self._thread is None or self._sent
 
     def check(self) -> None:
-        """UserError as soon as wandb has said, before anything else, that what it was asked for is wrong."""
+        """Raises UserError if wandb's first answer is that the request is wrong."""
         if self._thread is not None and self._misuse is not None and not self._late:
             raise UserError(f"wandb: {self._misuse} ({WITHOUT})")
 
     def close(self, outcome: str, within_s: float = CLOSING_S) -> None:
-        """``outcome``: finished, failed or preempted. Waits so long at most for the rest to be sent."""
+        """Ends the mirroring. ``outcome``: finished, failed or preempted. Waits at most ``within_s`` seconds for what
+        is pending to be sent.
+        """
         if self._thread is None:
             return
         with self._lock:
@@ -121,7 +123,7 @@ class Wandb:
     @staticmethod
     def _tell(mirror: "subprocess.Popen[str]", message: dict[str, Any]) -> None:
         assert mirror.stdin is not None
-        with contextlib.suppress(OSError):  # it has died; what it says, or does not say, tells so
+        with contextlib.suppress(OSError):  # the process has died, which its output shows
             mirror.stdin.write(json.dumps(message) + "\n")
             mirror.stdin.flush()
 
@@ -138,7 +140,7 @@ class Wandb:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _follow(self) -> bool:
-        """One process that sends; whether it has reached wandb."""
+        """Runs one sending process; returns whether it reached wandb."""
         try:
             with (self._folder / LOG_FILE).open("a") as log, self._lock:
                 self._mirror = mirror = subprocess.Popen(
@@ -195,7 +197,9 @@ class Wandb:
 
 
 def send_to_wandb(run_folder: Path, console: Console) -> bool:
-    """Sends what wandb lacks of a run that is not going on; whether it has all of it now. UserError for a misuse."""
+    """Sends what wandb lacks of a run that is not training; returns whether wandb now has all of it. Raises UserError
+    for a misuse.
+    """
     config, rows = saved_config(run_folder), read_metrics(run_folder)
     if config.method.wandb is None:
         raise UserError(f"{run_folder / CONFIG_FILE} says `wandb: null`: the run was not meant to be tracked")

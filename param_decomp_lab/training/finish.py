@@ -1,4 +1,4 @@
-"""The end of a run: the examples and the report."""
+"""Ends a run: writes the examples and the report."""
 
 from param_decomp_jax.method.state import State
 from param_decomp_jax.targets.decoder import Decoder
@@ -14,7 +14,9 @@ FINISHING_PATIENCE_S = 30.0
 
 
 def finish(job: TrainingJob, state: State) -> None:
-    """Writes the examples and the report. The last state is saved: resuming a run stopped here does only this."""
+    """Writes the examples and the report. The last state is already saved, so resuming a run that was stopped here does
+    only this.
+    """
     finishing = "after the last step, which is saved; the report is not written"
     job.stop.may_leave(finishing, FINISHING_PATIENCE_S)
     job.check_folder()

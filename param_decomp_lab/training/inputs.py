@@ -1,6 +1,7 @@
-"""Fingerprints of a run's inputs, the target's weights and the data, to check on resuming that they are the same.
+"""Computes fingerprints of a run's inputs, the target's weights and the data, to check on resuming that they are
+unchanged.
 
-The contents are compared, not the paths: a folder's contents may change, and another machine may have another path.
+The contents are compared, not the paths: a folder's contents may change, and paths differ between machines.
 """
 
 import hashlib
@@ -22,7 +23,8 @@ from param_decomp_lab.setup import Setup
 
 
 def fingerprint_inputs(setup: Setup, processes: Processes = ALONE) -> dict[str, str]:
-    """Fingerprints of the target's weights (bit by bit) and of the token data; a toy's data are drawn from the seed.
+    """Returns fingerprints of the target's weights (bit by bit) and of the token data. A toy's data need none, since
+    they are drawn from the seed.
 
     Must be called in all processes.
     """
@@ -36,13 +38,17 @@ def fingerprint_inputs(setup: Setup, processes: Processes = ALONE) -> dict[str, 
 
 
 def _fingerprint_tokens(data: TokenRows) -> str:
-    """Hash of the number of rows, their length, and three rows; not more, since reading one decodes a group of rows."""
+    """Hashes the number of rows, their length, and three rows; not more rows, since reading one decodes a whole row
+    group.
+    """
     some = data.rows([0, len(data) // 2, len(data) - 1])
     return hashlib.sha256(f"{len(data)} {data.seq_len} ".encode() + some.tobytes()).hexdigest()[:16]
 
 
 def not_finite(weights: Any, mesh: Mesh) -> list[str]:
-    """Names of the arrays of a target's weights that hold NaN or an infinity. Must be called in all processes."""
+    """Returns the names of the weight arrays of a target that contain NaN or an infinity. Must be called in all
+    processes.
+    """
 
     @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
     def finite(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -52,5 +58,5 @@ def not_finite(weights: Any, mesh: Mesh) -> list[str]:
 
 
 def changed_inputs(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Names of the inputs whose fingerprints differ between ``saved`` and ``now``."""
+    """Returns the names of the inputs whose fingerprints differ between ``saved`` and ``now``."""
     return [what for what, value in saved.items() if now.get(what) != value]

@@ -29,7 +29,7 @@ class TrainingJob:
     """One job of a run, from its start or resumption to its end.
 
     ``check_lock``: raises if another job has taken the folder. ``evaluation``: None without data for it. ``identity``:
-    of the folder, in process 0. ``inputs``: fingerprints of the target's weights and the data.
+    identifies the folder, in process 0. ``inputs``: fingerprints of the target's weights and the data.
     """
 
     def __init__(
@@ -68,14 +68,16 @@ class TrainingJob:
         return self.identity is None or self.identity.is_in_place()
 
     def check_folder(self) -> None:
-        """Raises Displaced, in process 0, if the run folder is no longer at its path: whatever is written there next
-        would make a part of it anew."""
+        """Raises Displaced, in process 0, if the run folder is no longer at its path, because the next write would
+        create part of it anew.
+        """
         if self.identity is not None:
             self.identity.check()
 
     def record_start(self, step: int, changes: Sequence[str] = (), renamed: Sequence[str] = ()) -> None:
-        """Writes into the folder that the run starts at ``step``, and with which target and text. ``changes``: of its
-        configuration; ``renamed``: damaged checkpoints."""
+        """Records in the folder that the run starts at ``step``, and with which target and text. ``changes``: to its
+        configuration; ``renamed``: damaged checkpoints.
+        """
         if self.processes.first:
             self.check_folder()
             clear_end(self.folder)

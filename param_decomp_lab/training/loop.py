@@ -31,10 +31,12 @@ class Loop:
         self._at_once = job.config.wrapper.steps_per_dispatch
 
     def run(self, state: State) -> State:
-        """The state after the last step, which is saved. Raises Preempted, after saving, if asked to stop."""
+        """Trains, and returns the state after the last step, which is saved. Raises Preempted, after saving, if asked
+        to stop.
+        """
         job, total, weights = self._job, self._job.spec.steps, self._job.setup.weights
         dispatch = self._compile(state) if self._first < total else None
-        # From here on time counts as training.
+        # From here on, time counts as training.
         tokens, devices = prod(job.setup.leading), job.setup.mesh.size
         log_every = job.config.method.cadence.train_log_every
         watch = self._sinks.collapse.step
@@ -48,7 +50,7 @@ class Loop:
                 stopping = job.stop()
                 if stopping or self._save_due(step):
                     self._save(step, state)
-                    # Saving takes long. If asked to stop meanwhile, do not train and save one more step.
+                    # Saving takes long. If asked to stop meanwhile, do not train and save another step.
                     stopping = job.stop() or stopping
                 if stopping:
                     raise job.preempted(f"and saved at step {step}")
@@ -78,7 +80,9 @@ class Loop:
         return dispatch
 
     def _until_due(self, step: int) -> int:
-        """The number of steps to dispatch: up to the next save or evaluation, at most ``steps_per_dispatch``."""
+        """Returns the number of steps to dispatch: up to the next save or evaluation, at most
+        ``steps_per_dispatch``.
+        """
         evaluation, total = self._job.evaluation, self._job.spec.steps
 
         def due(step: int) -> bool:
@@ -91,7 +95,7 @@ class Loop:
         return periodic or step == self._job.spec.steps or self._job.config.wrapper.is_milestone(step)
 
     def _save(self, step: int, state: State) -> None:
-        """Saves the state after ``step`` steps, and every row before it."""
+        """Saves the state after ``step`` steps and all rows before it."""
         job = self._job
         job.check_folder()
         job.check_lock()
@@ -128,5 +132,5 @@ class Loop:
 
 
 def compile_steps(setup: Setup, size: int) -> Any:
-    """The compiled `steps_program` of up to ``size`` steps."""
+    """Compiles the `steps_program` of up to ``size`` steps."""
     return steps_program(setup.outline, size).lower().compile()

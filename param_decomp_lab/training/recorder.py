@@ -50,7 +50,7 @@ class Recorder:
         self._pending.append((first, n, rows))
 
     def evaluated(self, step: int, row: dict[str, float], figures: dict[str, Path]) -> None:
-        """Adds the results of an evaluation; they share the row of the training step with the same number."""
+        """Adds the results of an evaluation, which share the row of the training step with the same number."""
         self._row, self._figures = {"step": step, **row}, figures
         if not self._logged(step):
             self._write()
@@ -103,14 +103,14 @@ class Recorder:
 def _refuse_non_finite(step: int, metrics: dict[str, float]) -> None:
     bad = [name for name, value in metrics.items() if not isfinite(value)]
     if bad:
-        # The total is the sum of the terms: name it only if nothing else explains it.
+        # The total is the sum of the terms, so it is named only if no term explains it.
         causes = [name for name in bad if name.startswith("loss/") and name != "loss/total"] or bad
         terms = ", ".join(f"{name.removeprefix('loss/')} = {metrics[name]}" for name in causes)
         raise NonFiniteLoss(f"not finite at step {step}: {terms}")
 
 
 def _peak_bytes() -> float:
-    """Peak device memory if the device reports it, else (CPU) the process's peak resident size."""
+    """Returns the peak device memory if the device reports it, else (CPU) the process's peak resident size."""
     statistics = jax.local_devices()[0].memory_stats()
     if statistics and "peak_bytes_in_use" in statistics:
         return float(statistics["peak_bytes_in_use"])

@@ -1,4 +1,4 @@
-"""Training a decomposition (`pd train`): a run begins or is resumed, trains, and ends with its report."""
+"""Trains a decomposition (`pd train`): starts or resumes a run, and ends it with the report."""
 
 import secrets
 from collections.abc import Iterator, Sequence
@@ -105,7 +105,7 @@ def resume(
 
 
 def _refuse_imported(folder: Path) -> None:
-    """Raises UserError for a run that has nothing but what was learned."""
+    """Raises UserError for a run that has only its learned parameters."""
     imported = read_imported(folder)
     if imported is not None:
         raise UserError(
@@ -115,8 +115,9 @@ def _refuse_imported(folder: Path) -> None:
 
 
 def _recorded_target(folder: Path) -> Architecture | None:
-    """The target's architecture in `target.json`; None without that file, or where it is damaged: resuming writes it
-    again."""
+    """The target's architecture in `target.json`; None if the file is missing or damaged, since resuming writes it
+    again.
+    """
     with suppress(UserError):
         return read_target(folder)
     return None
@@ -158,7 +159,9 @@ def _run(job: TrainingJob, resumed: bool) -> Path:
 
 @contextmanager
 def _explain_non_finite(setup: Setup) -> Iterator[None]:
-    """A block in which a NonFiniteLoss says so if the cause is the target, and not the rate or the losses."""
+    """A block in which the message of a NonFiniteLoss says so if the target's weights are the cause, and not the
+    learning rate or the losses.
+    """
     try:
         yield
     except NonFiniteLoss as error:

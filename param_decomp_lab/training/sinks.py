@@ -1,4 +1,4 @@
-"""Where the rows of a training run go: `metrics.jsonl`, wandb, and the watch for a collapse."""
+"""Sends the rows of a training run to `metrics.jsonl`, to wandb, and to the watch for a collapse."""
 
 from pathlib import Path
 from types import TracebackType
@@ -15,8 +15,9 @@ from param_decomp_lab.ui.warnings import print_warnings
 
 
 class Sinks:
-    """The sinks of a job from step ``first`` on, open until the end of a `with` block; in process 0 alone but for the
-    watch, which warns in all."""
+    """The sinks of a job from step ``first`` on, open until the end of a `with` block. Only process 0 has them, except
+    for the watch, which warns in all processes.
+    """
 
     def __init__(self, job: TrainingJob, first: int) -> None:
         job.check_folder()
@@ -33,7 +34,7 @@ class Sinks:
             self._wandb = Wandb(job.config, job.folder, job.console)
 
     def write(self, row: dict[str, Any], figures: dict[str, Path]) -> None:
-        """Hands a finished row on; its ``figures`` are in the run folder already, where wandb finds them."""
+        """Writes a finished row. Its ``figures`` are already in the run folder, where wandb finds them."""
         self._job.check_folder()
         if self._metrics is not None:
             self._metrics.write(row)
@@ -41,12 +42,12 @@ class Sinks:
         self.collapse.row(row)
 
     def check(self) -> None:
-        """Says once if what sends to wandb has ended."""
+        """Reports once if the process that sends to wandb has ended."""
         if self._wandb is not None:
             self._wandb.check()
 
     def settle(self) -> None:
-        """Returns when every row is on the disk: resuming from a checkpoint relies on the rows before it."""
+        """Returns when every row is on the disk, since resuming from a checkpoint relies on the rows before it."""
         if self._metrics is not None:
             self._metrics.settle()
 

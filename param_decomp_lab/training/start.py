@@ -1,4 +1,4 @@
-"""The state that a run starts from: fresh, from a parent's components, or from its newest checkpoint."""
+"""Makes the state that a run starts from: fresh, from a parent's components, or from its newest checkpoint."""
 
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ WARMUP_CHUNK = 50
 
 
 def starting_state(job: TrainingJob, resumed: bool) -> tuple[State, bool]:
-    """The state that the job goes on from, and whether it is on disk. Recorded in the run folder."""
+    """Returns the state that the job continues from, and whether it is on disk. Records the start in the run folder."""
     if resumed and (found := _restored(job)) is not None:
         return found, True
     if not resumed:
@@ -56,8 +56,9 @@ def _initial(job: TrainingJob) -> State:
 
 
 def _restored(job: TrainingJob) -> State | None:
-    """The state of the newest undamaged checkpoint; None without one. Renames newer, damaged ones, so that those steps
-    can be saved again."""
+    """Returns the state of the newest undamaged checkpoint; None without one. Renames newer, damaged checkpoints, so
+    that their steps can be saved again.
+    """
     job.stop.may_leave(f"while reading a checkpoint; {NOTHING}")
     if job.processes.first:
         job.checkpoints.sweep()
@@ -99,7 +100,7 @@ def _refuse_mismatch(job: TrainingJob, step: int) -> None:
 
 
 def _fresh(job: TrainingJob) -> State:
-    """The state before step 0."""
+    """Returns the state before step 0."""
     parent = job.processes.in_turn(partial(_parent, job))
     if parent is None:
         return _calibrate(job, _warm_up(job, _from_weights(job, _initial(job))))
@@ -115,7 +116,7 @@ def _fresh(job: TrainingJob) -> State:
 
 
 def _parent(job: TrainingJob) -> Parent | None:
-    """The checkpoint that the run starts from. Process 0 records it; later starts use the same one."""
+    """Returns the checkpoint that the run starts from. Process 0 records it, and later starts use the same one."""
     parent = find_parent(job.config, job.folder)
     if parent is not None:
         refuse_mismatch(parent, learned_shapes(job.setup.problem, job.setup.mesh))
@@ -125,7 +126,7 @@ def _parent(job: TrainingJob) -> Parent | None:
 
 
 def _from_weights(job: TrainingJob, state: State) -> State:
-    """The state with the components that it is to begin with, if they are not those that were drawn."""
+    """Returns the state with its initial components, if these are not the random ones."""
     begins_with = job.config.wrapper.begins_with
     if begins_with == "random":
         return state
@@ -139,7 +140,7 @@ def _from_weights(job: TrainingJob, state: State) -> State:
 
 
 def _singular_vectors(job: TrainingJob) -> Components:
-    """Weighted by what the sites give on the first batches (T6)."""
+    """Returns singular vectors weighted by the outputs of the sites on the first batches (T6)."""
     where = f"while measuring what the sites give; {NOTHING}"
     job.stop.may_leave(where)
     n = n_batches(job.setup.problem.target.sites, prod(job.setup.leading))
@@ -155,7 +156,7 @@ def _singular_vectors(job: TrainingJob) -> Components:
 
 
 def _warm_up(job: TrainingJob, state: State) -> State:
-    """The state after the faithfulness warm-up (T3), run in dispatches of a few steps each.
+    """Returns the state after the faithfulness warm-up (T3), which runs in dispatches of a few steps each.
 
     If asked to stop, it exits without saving, since a run cannot be resumed in the middle of the warm-up.
     """
@@ -180,7 +181,7 @@ def _warm_up(job: TrainingJob, state: State) -> State:
 
 
 def _calibrate(job: TrainingJob, state: State) -> State:
-    """The state with the scales of the component readout, if there is one (C8)."""
+    """Returns the state with the scales of the component readout, if there is one (C8)."""
     if not isinstance(job.spec.ci, ComponentReadout):
         return state
     job.stop.may_leave(f"while reading the batch of step 0; {NOTHING}")

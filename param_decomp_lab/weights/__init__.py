@@ -1,1 +1,1 @@
-"""Weights of targets from files, and back."""
+"""Reads the weights of targets from files, and writes them."""

@@ -1,4 +1,4 @@
-"""How much of a download has arrived, whoever fetches it: the files that grow are watched."""
+"""Shows the progress of any download by watching the files that grow."""
 
 import threading
 import time
@@ -12,15 +12,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from param_decomp_lab.ui.numbers import byte_size
 
 LARGE_BYTES = 1 << 24
-"""Files from here on are worth a bar."""
+"""The size from which a file gets a progress bar."""
 LINE_S = 30.0
-"""Between two lines of progress, where there is no terminal."""
+"""Seconds between two lines of progress without a terminal."""
 
 
 @contextmanager
 def download_progress(what: str, folder: Path, total: int, console: Console, there: int = 0) -> Iterator[None]:
-    """A block in which ``total`` bytes arrive in ``folder``, of which it holds ``there`` already: a bar on a terminal,
-    elsewhere a line now and then. Nothing is shown of 0 bytes."""
+    """A block in which ``total`` bytes arrive in ``folder``, which already has ``there`` of them. Shows a bar on a
+    terminal, and otherwise a line from time to time; nothing for 0 bytes.
+    """
     if not total:
         yield
         return
@@ -54,7 +55,7 @@ def download_progress(what: str, folder: Path, total: int, console: Console, the
 
 
 def folder_bytes(folder: Path, pattern: str = "*") -> int:
-    """Bytes of the files below a folder, those that are being written included."""
+    """Returns the bytes of the files below a folder, including those that are being written."""
     total = 0
     for path in folder.rglob(pattern):
         with suppress(OSError):  # renamed meanwhile

@@ -1,4 +1,4 @@
-"""The dtypes that weights are stored and cast in."""
+"""The dtypes of stored and cast weights."""
 
 from typing import Any, Literal
 

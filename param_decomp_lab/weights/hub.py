@@ -1,7 +1,7 @@
-"""Models by their names on the Hugging Face hub: what of one is in the local cache, and fetching the rest.
+"""Finds models of the Hugging Face hub in the local cache, and fetches missing files.
 
-`huggingface_hub` keeps the cache, finds the token (``HF_TOKEN``, or what `hf auth login` saved) and asks the hub. What
-is in the cache is used as it is, without asking: a run that goes on reads the weights that it began with.
+`huggingface_hub` keeps the cache, finds the token (``HF_TOKEN``, or what `hf auth login` saved) and asks the hub.
+Cached files are used without asking the hub, so a resumed run reads the weights with which it began.
 """
 
 import re
@@ -30,13 +30,14 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 class Offline(UserError):
-    """What is not in the cache, and may not be fetched (``HF_HUB_OFFLINE``)."""
+    """Raised for files that are not in the cache and may not be fetched (``HF_HUB_OFFLINE``)."""
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model on the hub. ``name``: ``organisation/name``; ``revision``: branch, tag or commit; None: the main branch.
-    ``where``: the key that names it, for errors."""
+    """A model on the hub. ``name``: ``organisation/name``; ``revision``: branch, tag or commit; None means the main
+    branch. ``where``: the key that names it, for errors.
+    """
 
     name: str
     revision: str | None = None
@@ -46,8 +47,9 @@ class HubModel:
         return self.name if self.revision is None else f"{self.name} at revision {self.revision}"
 
     def cached_config(self) -> Path | None:
-        """The folder in the cache that holds its config.json, maybe without weights. UserError for what cannot be a
-        name of a model."""
+        """Returns the folder in the cache with its config.json, possibly without weights. Raises UserError for an
+        invalid name of a model.
+        """
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
@@ -61,19 +63,19 @@ class HubModel:
         return Path(found).parent if isinstance(found, str) else None
 
     def cached(self) -> Path | None:
-        """The folder in the cache if it holds all of the weights too."""
+        """Returns the folder in the cache if it has all of the weights, too."""
         folder = self.cached_config()
         return None if folder is None or missing_files(folder) else folder
 
     def missing(self) -> str:
-        """What of it is not on this machine, and how to get it."""
+        """Says what is not on this machine, and how to get it."""
         what = "" if self.cached_config() is None else "the weights of "
         return f"{what}{self}: not in the local Hugging Face cache; `pd train` fetches it, or `pd weights fetch`"
 
     def fetch_config(self) -> Path:
-        """The folder in the cache with its config.json, which is fetched if that takes no longer than a moment.
+        """Returns the folder in the cache with its config.json, which is fetched if the hub answers at once.
 
-        Raises CannotFetch without an answer; Offline; UserError for what the hub refuses.
+        Raises CannotFetch without an answer, Offline, and UserError for what the hub refuses.
         """
         from huggingface_hub import hf_hub_download
 
@@ -85,10 +87,10 @@ class HubModel:
             return Path(hf_hub_download(self.name, CONFIG_FILE, revision=self.revision)).parent
 
     def fetch(self, console: Console) -> Path:
-        """The folder in the cache with config.json, safetensors and tokenizer, of which what is missing is fetched.
+        """Returns the folder in the cache with config.json, safetensors and tokenizer, after fetching what is missing.
 
-        What a broken connection or a killed process has left behind is gone on with. Raises CannotFetch where the hub
-        cannot be reached; CannotWrite for a full disk; Offline; UserError for what the hub refuses or does not have.
+        Partial downloads of a broken connection or a killed process are continued. Raises CannotFetch if the hub cannot
+        be reached, CannotWrite for a full disk, Offline, and UserError for what the hub refuses or does not have.
         """
         from huggingface_hub import HfApi, hf_hub_download
 
@@ -109,7 +111,7 @@ class HubModel:
                 names = ", ".join(printable(name, 100) for name in weights if name not in sizes)
                 raise UserError(f"{self.where}: {self} lacks {names}, which its {INDEX_FILE} lists: it is not whole")
             download_files(self.name, info.sha, {name: sizes[name] for name in weights}, console)
-            # By its name: writes down which commit that is, for when the hub is not asked.
+            # Fetched by revision name, which records its commit for use without the hub.
             hf_hub_download(self.name, CONFIG_FILE, revision=self.revision)
         return folder
 
@@ -134,8 +136,9 @@ class HubModel:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """A block that asks the hub, without the client's own progress and warnings, which show addresses that need no
-        token for a while. Its errors become one message each."""
+        """A block with requests to the hub, without the client's own progress and warnings, which would show URLs that
+        work without a token for a while. Each error becomes one message.
+        """
         from huggingface_hub.errors import OfflineModeIsEnabled
         from huggingface_hub.utils import httpx
 
@@ -149,7 +152,7 @@ class HubModel:
             ) from error
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
-        except OSError as error:  # what the hub answers, too
+        except OSError as error:  # includes errors that the hub returns
             response = getattr(error, "response", None)
             if response is None and (error.filename is not None or error.errno in DISK_ERRORS):
                 place = Path(error.filename or "the Hugging Face cache")
@@ -203,7 +206,7 @@ class HubModel:
 
 
 def _hub() -> str:
-    """The address of the hub, without a password that it may hold."""
+    """Returns the address of the hub, without a password that it may contain."""
     from huggingface_hub import constants
 
     return re.sub("//[^/]*@", "//", str(constants.ENDPOINT))

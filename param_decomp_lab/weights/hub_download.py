@@ -1,4 +1,4 @@
-"""Files of a model on the Hugging Face hub into the local cache, with progress, going on where an earlier try ended."""
+"""Downloads files of a model of the Hugging Face hub into the local cache, with progress, continuing earlier tries."""
 
 import hashlib
 import os
@@ -14,12 +14,13 @@ from param_decomp_lab.weights.download_progress import LARGE_BYTES, download_pro
 
 
 def download_files(name: str, commit: str, sizes: Mapping[str, int], console: Console) -> Path:
-    """The folder of the commit in the cache, with these files; those already there are not fetched again.
+    """Downloads these files and returns the commit's folder in the cache; files already there are not fetched again.
 
-    ``sizes``: bytes by file. Large ones show progress, and are gone on with when a try was interrupted.
+    ``sizes``: bytes by file. Large ones show progress, and interrupted downloads are continued.
 
-    One file after the other, so that an interruption costs little; one process at a time, the others wait and find
-    the files. Raises what `huggingface_hub` does, and CannotFetch for a file that is not what the hub says it is.
+    Files are fetched one at a time, so that an interruption costs little, and by one process at a time; the others wait
+    and find the files. Raises what `huggingface_hub` does, and CannotFetch for a file whose content differs from the
+    hub's description.
     """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.file_download import repo_folder_name
@@ -48,10 +49,11 @@ def _is_there(name: str, commit: str, file: str) -> bool:
 
 
 def _fetch_large(name: str, commit: str, file: str, blobs: Path, console: Console) -> None:
-    """Puts the content of a file where `hf_hub_download` finds it, for that begins a file anew in every process.
+    """Puts the content of a file where `hf_hub_download` finds it, since that function itself starts a file anew in
+    every process.
 
-    What is to be had by chunks (Xet) is left to it all the same, unless that fails: the chunks are on hosts of their
-    own, which a firewall may not let through.
+    Files that are available in chunks (Xet) are still left to it, unless that fails: chunks are on separate hosts,
+    which a firewall may block.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.file_download import is_xet_available
@@ -62,7 +64,7 @@ def _fetch_large(name: str, commit: str, file: str, blobs: Path, console: Consol
         try:
             hf_hub_download(name, file, revision=commit)
             return
-        except RuntimeError as error:  # all that hf_xet raises
+        except RuntimeError as error:  # the only error of hf_xet
             reason = shortened(str(error).partition("http")[0].rstrip(" :("), 200)
             said = f"{file}: its chunks could not be fetched ({printable(reason)}); it is downloaded as a whole"
             console.print(said, soft_wrap=True, highlight=False)
@@ -76,9 +78,9 @@ def _fetch_whole(url: str, etag: str, size: int, blobs: Path, what: str) -> None
 
     partial = blobs / f"{etag}.partial"
     if partial.exists() and partial.stat().st_size > size:
-        partial.unlink()  # two processes have written it, on a disk that knows no locks
+        partial.unlink()  # two processes have written it, on a disk without locks
     with partial.open("ab") as opened:
-        # The client drops the token when it is sent on to the host that stores large files.
+        # The client drops the token when it is redirected to the host that stores large files.
         http_get(url, opened, resume_size=opened.tell(), headers=build_hf_headers(), expected_size=size)
     with partial.open("rb") as opened:
         sha256 = hashlib.file_digest(opened, "sha256").hexdigest()

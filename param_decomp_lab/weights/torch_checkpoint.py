@@ -1,4 +1,4 @@
-"""Arrays from a checkpoint of torch. Only tensors and plain values are read; no code of a pickle is run.
+"""Reads arrays from a checkpoint of torch. Only tensors and plain values are read; no code of a pickle is run.
 
 Files of torch 1.6 or later are read without torch (`torch_zip.py`), which is not a dependency. Older ones need it, and
 are opened with ``weights_only=True``.
@@ -20,11 +20,11 @@ from param_decomp_lab.weights.torch_zip import NotPlain, is_torch_zip, read_torc
 
 INSTALL = "pip install 'torch>=2.4'"
 WITHIN = ("state_dict", "model_state_dict", "model")
-"""Keys under which a checkpoint that holds more than weights has them."""
+"""Keys of the weights in a checkpoint with more than weights."""
 
 
 def require_torch(what: str) -> Any:
-    """torch. UserError, which says how to install it, if it is not there. ``what`` needs it."""
+    """Returns torch. Raises a UserError that says how to install it if it is missing. ``what``: what needs it."""
     try:
         import torch
     except ImportError as error:
@@ -33,10 +33,11 @@ def require_torch(what: str) -> Any:
 
 
 def read_checkpoint(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a state dict by name, each in its own dtype.
+    """Returns the arrays of a state dict by name, each in its own dtype.
 
-    A safetensors file will do too. Raises UserError: no torch, for a file of before torch 1.6; no checkpoint; one with
-    objects other than tensors and plain values, which only code could make; no state dict in it.
+    It also reads a safetensors file. Raises UserError without torch for a file from before torch 1.6, and for a file
+    that is not a checkpoint, has other objects than tensors and plain values, which only code could make, or has no
+    state dict.
     """
     if path.suffix == ".safetensors":
         try:
@@ -74,7 +75,7 @@ def _not_plain(path: Path, name: str) -> UserError:
 
 
 def _refused(text: str) -> str:
-    """The object's name in torch's long message."""
+    """Returns the object's name from torch's long message."""
     found = text.partition("GLOBAL ")[2].split()
     return found[0].strip("`'\",.") if found else "an object that is not named"
 
@@ -105,7 +106,7 @@ def _array(name: str, tensor: Any, path: Path) -> np.ndarray:
     import torch
 
     tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:  # which NumPy knows by another library
+    if tensor.dtype == torch.bfloat16:  # NumPy has it only through another library
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     try:
         return tensor.numpy()

@@ -1,4 +1,4 @@
-"""Which of the files that a training leaves are needed: settings, the newest checkpoint, a tokenizer."""
+"""Selects the needed files among those of a training: settings, the newest checkpoint, a tokenizer."""
 
 import re
 from collections.abc import Iterable
@@ -11,26 +11,26 @@ from param_decomp_lab.weights.hub import TOKENIZER_FILES
 SETTINGS_FILES = (
     "model_config.yaml", "final_config.yaml", "tms_train_config.yaml", "resid_mlp_train_config.yaml", "config.yaml",
 )  # fmt: skip
-"""Files of settings, those first that say most about the model."""
+"""Names of settings files, the most informative ones first."""
 CHECKPOINTS = (".pt", ".pth", ".safetensors")
 
 
 def settings_files(names: Iterable[str]) -> list[str]:
-    """Those that may hold the settings of the model, in the order in which to look."""
+    """Returns the files that may have the settings of the model, in the order in which to search."""
     known = [name for name in names if PurePosixPath(name).name in SETTINGS_FILES and "/" not in name]
     return sorted(known, key=lambda name: SETTINGS_FILES.index(name))
 
 
 def tokenizer_files(names: Iterable[str]) -> list[str]:
-    """Those of a tokenizer."""
+    """Returns the files of a tokenizer."""
     return [name for name in names if name in TOKENIZER_FILES]
 
 
 def newest_checkpoint(names: Iterable[str], where: str) -> str:
-    """The checkpoint of the final model, or else the one of the most steps, at the top or one folder below it.
+    """Returns the checkpoint of the final model, or else that with the most steps, at the top or one folder below.
 
-    ``where`` the files are, for errors. UserError where there is none, or several of which no name says which is the
-    newest.
+    ``where``: the place of the files, for errors. Raises UserError if there is none, or if no name tells which of
+    several is the newest.
     """
     near = [PurePosixPath(name) for name in sorted(names) if name.endswith(CHECKPOINTS) and name.count("/") < 2]
     found = [str(path) for path in near if not re.search("optim|sched|rng", path.name)]
@@ -43,7 +43,7 @@ def newest_checkpoint(names: Iterable[str], where: str) -> str:
         last = max((int(digits[-1]) for digits in numbers.values() if digits), default=-1)
         left = [name for name, digits in numbers.items() if last == (int(digits[-1]) if digits else -1)]
     if len(left) == 2 and len({PurePosixPath(name).stem for name in left}) == 1:
-        left = [name for name in left if name.endswith(".safetensors")]  # the same, in two formats
+        left = [name for name in left if name.endswith(".safetensors")]  # the same checkpoint in two formats
     if len(left) != 1:
         raise UserError(
             f"{where}: has several checkpoints, and their names do not say which is the newest "

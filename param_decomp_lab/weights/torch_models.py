@@ -1,4 +1,5 @@
-"""Models of the PyTorch project, from their settings and state dicts to what our folders hold: names, shapes, layouts.
+"""Converts the settings and state dicts of models of the PyTorch project to the names, shapes and layouts of our
+folders.
 
 Arrays are NumPy's; nothing here needs torch. A `nn.Linear` keeps ``[d_out, d_in]`` and computes ``x Wᵀ``.
 """
@@ -23,18 +24,18 @@ _KEYS: dict[Kind, frozenset[str]] = {
     "llama_simple_mlp": frozenset({"n_embd", "n_layer", "n_head", "vocab_size", "n_intermediate"}),
     "gpt2": frozenset({"n_embd", "n_layer", "n_head", "vocab_size", "block_size"}),
 }
-"""Keys by which the settings of a model are known; the first that fits."""
+"""Keys that identify the settings of a model; the first match counts."""
 _TITLES: dict[Kind, str] = {
     "tms": "TMS", "resid_mlp": "ResidMLP", "llama_simple_mlp": "LlamaSimpleMLP", "gpt2": "GPT2"
 }  # fmt: skip
 _DEPTH = 4
-"""Levels of a file of settings at which those of the model are looked for."""
+"""Levels of a settings file at which those of the model are searched."""
 _SIMPLE_KEYS = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_intermediate", "mlp_bias", "attn_bias", "n_ctx",
     "rotary_adjacent_pairs", "rotary_dim", "rotary_base", "n_key_value_heads", "use_grouped_query_attention",
 )  # fmt: skip
 _BUFFERS = ("*.rotary_sin", "*.rotary_cos", "*.attn.bias", "*.attn.masked_bias")
-"""Tables that a model keeps beside its weights and that follow from its settings."""
+"""Tables beside the weights of a model that follow from its settings."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,19 @@ class TorchSettings:
     where: str
 
     def config(self) -> dict[str, Any]:
-        """The `config.json` of the same model. UserError for what our architectures do not have."""
+        """Returns the `config.json` of the same model. Raises UserError for what our architectures do not have."""
         return {"tms": _tms, "resid_mlp": _resid_mlp, "llama_simple_mlp": _simple, "gpt2": _gpt2}[self.kind](self)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, or of one that is not given or null."""
+        """Returns the value of a key; ``default`` if it is absent or null."""
         value = self.raw.get(key)
         return default if value is None else value
 
 
 def find_settings(raw: Settings, where: str) -> TorchSettings | None:
-    """The settings of a model in a file of settings, at its top or within a section. None without any.
+    """Returns the settings of a model in a settings file, at its top or within a section; None without any.
 
-    UserError for a model of the PyTorch project that is none of ours.
+    Raises UserError for an unsupported model of the PyTorch project.
     """
     level: list[Settings] = [raw]
     for _ in range(_DEPTH):
@@ -71,7 +72,7 @@ def find_settings(raw: Settings, where: str) -> TorchSettings | None:
 
 
 def _named_kind(section: Settings, kind: Kind, where: str) -> Kind:
-    """The kind that ``model_type`` names, if it does."""
+    """Returns the kind that ``model_type`` names, if given."""
     given = section.get("model_type")
     if given is None:
         return kind
@@ -111,7 +112,7 @@ def _gpt2(settings: TorchSettings) -> dict[str, Any]:
 
 
 def strip_wrappers(state: State) -> dict[str, np.ndarray]:
-    """A state dict without what torch's wrappers of a model (compiled, distributed) add to its names."""
+    """Removes from the names of a state dict what torch's wrappers of a model (compiled, distributed) add."""
     names = [name.replace("_orig_mod.", "") for name in state]
     while names and all(name.startswith("module.") for name in names):
         names = [name.removeprefix("module.") for name in names]
@@ -119,17 +120,19 @@ def strip_wrappers(state: State) -> dict[str, np.ndarray]:
 
 
 def convert(settings: TorchSettings, state: State) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The `config.json` and the tensors by name. ``state``: without the names of wrappers.
+    """Returns the `config.json` and the tensors by name. ``state``: without the names of wrappers.
 
-    Names that the model does not have are passed on, for whoever reads the folder to refuse. UserError for weights
-    that contradict what our architecture assumes: a head of its own, an unembedding that is not the embedding.
+    Unknown names are passed on, and refused when the folder is read. Raises UserError for weights that contradict our
+    architecture, such as a separate head or an unembedding that is not the embedding.
     """
     config = settings.config()
     return config, convert_tensors(settings.kind, state, config, settings.where)
 
 
 def convert_tensors(kind: Kind, state: State, config: dict[str, Any], where: str) -> dict[str, np.ndarray]:
-    """The tensors of `convert`, which adds to ``config`` what they say. ``where``: they are, for errors."""
+    """Returns the tensors of `convert`, and adds to ``config`` what follows from them. ``where``: their place, for
+    errors.
+    """
     by_kind: dict[Kind, Callable[[State, dict[str, Any], str], Iterator[tuple[str, np.ndarray]]]] = {
         "tms": _tms_tensors,
         "resid_mlp": _resid_mlp_tensors,
@@ -171,7 +174,7 @@ def _simple_tensors(state: State, config: dict[str, Any], where: str) -> Iterato
 
 
 def _gpt2_tensors(state: State, config: dict[str, Any], where: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Hugging Face's GPT-2 keeps ``[d_in, d_out]``, under ``transformer.``."""
+    """Yields the tensors of GPT-2, which Hugging Face stores as ``[d_in, d_out]`` under ``transformer.``."""
     config["tie_word_embeddings"] = tied = _is_tied(state)
     for name, array in state.items():
         if _is_buffer(name) or (tied and name == "lm_head.weight"):

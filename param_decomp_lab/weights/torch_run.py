@@ -1,4 +1,5 @@
-"""What a training of the PyTorch project left, on wandb or on this machine, as a folder that can be decomposed.
+"""Converts the output of a training of the PyTorch project, on wandb or on this machine, to a folder that can be
+decomposed.
 
 Such folders are kept in a cache, ``$XDG_CACHE_HOME/param-decomp/weights`` (by default under ``~/.cache``).
 """
@@ -24,7 +25,9 @@ from param_decomp_lab.weights.wandb_run import WandbRun, fetch_files, parse_run_
 
 @dataclass(frozen=True)
 class TorchRun:
-    """``place``: a run on wandb, or a checkpoint or folder on this machine. ``where``: the key that names it."""
+    """A training of the PyTorch project. ``place``: a run on wandb, or a checkpoint or folder on this machine.
+    ``where``: the key that names it.
+    """
 
     place: WandbRun | Path
     where: str
@@ -33,24 +36,26 @@ class TorchRun:
         return str(self.place)
 
     def cached(self) -> Path | None:
-        """The folder with the target, if it has been made."""
+        """Returns the folder with the target, if it has been made."""
         folder = self._cache() / "target"
         return folder if (folder / CONFIG_FILE).is_file() and not missing_files(folder) else None
 
     def architecture(self) -> Architecture | None:
-        """Read from the files that are on this machine; None where they are not. UserError for what cannot be read."""
+        """Returns the architecture from files on this machine; None if they are missing. Raises UserError for what
+        cannot be read.
+        """
         if isinstance(self.place, Path):
             return find_files(self.place).architecture()
         cached = self.cached()
         return None if cached is None else read_architecture(cached)
 
     def missing(self) -> str:
-        """What is not on this machine yet, and how it comes there."""
+        """Says what is not on this machine yet, and how to get it."""
         what = "not fetched yet" if isinstance(self.place, WandbRun) else "not converted yet"
         return f"{self}: {what}; `pd train` does it, or `pd weights fetch`"
 
     def fetch(self, console: Console) -> Path:
-        """The folder with the target, made now if it has not been. Raises UserError; CannotFetch."""
+        """Returns the folder with the target, and makes it if needed. Raises UserError and CannotFetch."""
         cached = self.cached()
         if cached is not None:
             return cached
@@ -80,9 +85,10 @@ class TorchRun:
 
 
 def find_run(text: str, where: str) -> Path | TorchRun:
-    """What a ``run_path`` names: a folder in our own layout, a checkpoint or folder of torch, or a run on wandb.
+    """Returns what a ``run_path`` names: a folder in our own layout, a checkpoint or folder of torch, or a run on
+    wandb.
 
-    UserError for what is none of these. ``where``: the key, for errors.
+    Raises UserError for anything else. ``where``: the key, for errors.
     """
     run = parse_run_path(text)
     if not text.startswith(("wandb:", "https:")):

@@ -1,8 +1,7 @@
 """Reads a checkpoint of torch 1.6 or later, a zip, without torch and without running anything that it names.
 
 The zip holds a pickle, `data.pkl`, whose tensors refer to storages; each storage is an uncompressed file in the zip.
-The pickle may name nothing but what a state dict of tensors is made of; for each such name there is a stand-in here
-(`_KNOWN`).
+The pickle may only name what a state dict of tensors needs; for each such name, there is a stand-in here (`_KNOWN`).
 """
 
 import io
@@ -27,7 +26,7 @@ from param_decomp_lab.safe_io.printable import printable, shortened
 
 MAGIC = b"PK\x03\x04"
 LARGEST_PICKLE = 1 << 28
-"""Bytes. A state dict's has some 200 a tensor."""
+"""The most bytes of a pickle. A state dict's has about 200 for each tensor."""
 _LOCAL_HEADER = 30
 """Bytes of a zip's header before a file, without the file's name and the extra field."""
 
@@ -39,26 +38,27 @@ _DTYPES: dict[str, Any] = {
 
 
 class NotPlain(Exception):
-    """The pickle names something that only code could make. Its text is that name."""
+    """Raised if the pickle names something that only code could make. Its text is that name."""
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """Numbers in a row, which several tensors may share."""
+    """A flat array of numbers, which several tensors may share."""
 
     values: np.ndarray
 
 
 def is_torch_zip(path: Path) -> bool:
-    """Whether a file is of torch's present format."""
+    """Whether a file has torch's current format."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
 def read_torch_zip(path: Path) -> Any:
-    """What was saved, with NumPy's arrays in place of tensors. They stay in the file, which must not change.
+    """Returns what was saved, with NumPy arrays instead of tensors. The arrays are mapped from the file, which must not
+    change.
 
-    Raises NotPlain for a pickle of other things; UserError for a damaged file.
+    Raises NotPlain for a pickle with other objects, and UserError for a damaged file.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -95,7 +95,9 @@ def _read(path: Path, archive: zipfile.ZipFile) -> Any:
 
 
 def _bytes(stored: np.ndarray, entry: zipfile.ZipInfo) -> np.ndarray:
-    """The bytes of a file in the zip, where they lie, checked by their CRC; torch can leave that out, and writes 0."""
+    """Returns the bytes of a file in the zip, mapped and checked by their CRC; torch can omit that,
+    and then writes 0.
+    """
     if entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{entry.filename} is compressed")
     header = stored[entry.header_offset : entry.header_offset + _LOCAL_HEADER].tobytes()
@@ -112,7 +114,7 @@ def _bytes(stored: np.ndarray, entry: zipfile.ZipInfo) -> np.ndarray:
 
 
 def _refuse_large_numbers(text: bytes) -> None:
-    """Raises ValueError for a value kept under a large number: unpickling would allocate as many places."""
+    """Raises ValueError for a value kept under a large number: unpickling would allocate that many entries."""
     for code, value, _ in pickletools.genops(text):
         if code.name in ("PUT", "BINPUT", "LONG_BINPUT"):
             assert value is not None
@@ -121,7 +123,7 @@ def _refuse_large_numbers(text: bytes) -> None:
 
 
 def _tensor(storage: _Storage, offset: int, size: Sequence[int], stride: Sequence[int], *_: Any) -> np.ndarray:
-    """`torch._utils._rebuild_tensor_v2`; what follows the strides says how to differentiate."""
+    """Stands in for `torch._utils._rebuild_tensor_v2`; arguments after the strides are about gradients."""
     if not isinstance(storage, _Storage) or len(size) != len(stride) or min((offset, *size, *stride), default=0) < 0:
         raise ValueError("a tensor has no storage, or sizes that none can have")
     values, last = storage.values, offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
@@ -132,7 +134,7 @@ def _tensor(storage: _Storage, offset: int, size: Sequence[int], stride: Sequenc
 
 
 def _parameter(tensor: np.ndarray, *_: Any) -> np.ndarray:
-    """`torch._utils._rebuild_parameter`."""
+    """Stands in for `torch._utils._rebuild_parameter`."""
     return tensor
 
 
@@ -153,7 +155,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) not in _KNOWN:
             raise NotPlain(printable(f"{module}.{name}", 200))
         found = _KNOWN[module, name]
-        # Anew each time, since a pickle can also set an object's attributes.
+        # Made anew each time, since a pickle can also set an object's attributes.
         return partial(found) if isinstance(found, FunctionType) else found
 
     def persistent_load(self, identifier: Any) -> _Storage:

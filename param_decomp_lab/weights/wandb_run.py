@@ -1,4 +1,4 @@
-"""Files of a run on wandb, by its own client: listed first, then only those that are needed."""
+"""Fetches files of a run on wandb with its own client: lists them first, then fetches only the needed ones."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from param_decomp_lab.weights.torch_files import SETTINGS_FILES, newest_checkpoi
 TIMEOUT_S = 20
 _NO_KEY = "needs an API key of wandb: run `wandb login`, or set WANDB_API_KEY"
 _NO_ANSWER = re.compile("respond|time|connect|dial|refused|host|network|proxy", re.IGNORECASE)
-"""In the reasons for which wandb's client could not ask at all."""
+"""Words in the errors with which wandb's client could not reach the server."""
 _NAME = r"[A-Za-z0-9_.-]+"
 _PATH = re.compile(
     rf"(?:wandb:(?://)?|https://(?:{_NAME}\.)?wandb\.ai/)?"
@@ -40,8 +40,9 @@ class WandbRun:
 
 
 def parse_run_path(text: str) -> WandbRun | None:
-    """``wandb:entity/project/id``, also with ``runs/`` before the id, with ``wandb://`` or without any, or the address
-    of the run's page. None for what is none of these."""
+    """Parses ``wandb:entity/project/id``, also with ``runs/`` before the id, with ``wandb://`` or without a prefix, or
+    the address of the run's page. Returns None for anything else.
+    """
     found = _PATH.fullmatch(text)
     if found is None or any(part in (".", "..") for part in found.groups()):
         return None
@@ -49,10 +50,10 @@ def parse_run_path(text: str) -> WandbRun | None:
 
 
 def fetch_files(run: WandbRun, folder: Path, where: str, console: Console) -> None:
-    """Puts settings, tokenizer and newest checkpoint of a run into ``folder``; what is there already stays.
+    """Fetches settings, tokenizer and newest checkpoint of a run into ``folder``; existing files are kept.
 
-    ``where``: the key that names the run, for errors. Raises UserError: nobody is logged in, no such run, no such
-    files; CannotFetch where wandb cannot be reached.
+    ``where``: the key that names the run, for errors. Raises UserError if nobody is logged in, or the run or its files
+    do not exist, and CannotFetch if wandb cannot be reached.
     """
 
     def chosen(names: Iterable[str]) -> list[str]:
@@ -67,7 +68,7 @@ def fetch_files(run: WandbRun, folder: Path, where: str, console: Console) -> No
 def fetch_chosen(
     run: WandbRun, folder: Path, where: str, console: Console, choose: Callable[[Iterable[str]], list[str]]
 ) -> list[str]:
-    """As `fetch_files`, those that ``choose`` chooses of the names of the run's files; returns these."""
+    """Like `fetch_files`, but fetches the files that ``choose`` selects by name; returns these."""
     import wandb
 
     with _explained(run, where):
@@ -96,7 +97,7 @@ def _download(file: Any, place: Path, partial: Path, console: Console) -> None:
 
 @contextmanager
 def _explained(run: WandbRun, where: str) -> Iterator[None]:
-    """A block that asks wandb, whose client then prints nothing; its errors become one message each."""
+    """A block with requests to wandb, whose client prints nothing; each error becomes one message."""
     import wandb
 
     silent = os.environ.get("WANDB_SILENT")
@@ -107,7 +108,7 @@ def _explained(run: WandbRun, where: str) -> Iterator[None]:
         raise UserError(f"{where}: {run} {_NO_KEY}") from error
     except (wandb.errors.Error, ValueError) as error:
         text = printable(str(error), 2000)
-        # Its errors have no other distinction: where there is no network, too, credentials "failed to verify".
+        # Its errors differ only in their text: without a network, credentials also "failed to verify".
         reason = shortened(re.sub(r"^Failed to verify credentials with \S+: ", "", text).partition("\n")[0], 200)
         if isinstance(error, wandb.errors.AuthenticationError) and not _NO_ANSWER.search(reason):
             raise UserError(f"{where}: wandb does not know the API key that was sent: run `wandb login`") from error

@@ -1,7 +1,7 @@
-"""Files of the original project (goodfire-ai/param-decomp) of June to August 2026, read as today's configurations.
+"""Reads files of the original project (goodfire-ai/param-decomp) of June to August 2026 as current configurations.
 
-`recognise.py` says of which generation a file is, `translate.py` translates it. `tables.py` has the keys as data:
-what does not matter here, what is lacking, and other names.
+`recognise.py` tells the generation of a file, and `translate.py` translates it. `tables.py` lists keys as data: those
+without effect here, those that are unsupported, and those with other names.
 """
 
 from param_decomp_lab.config.generations.recognise import TITLES, Generation, generation

@@ -1,4 +1,4 @@
-"""Translates what is decomposed, and the CI function."""
+"""Translates the choice of sites, and the CI function."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,13 +8,13 @@ from param_decomp_lab.config.generations.tables import MATRICES
 
 _INITIALIZATIONS = ("random", "nonlinearity_aligned")
 _SITE_INPUTS = ("all_site_inputs", "all_block_taps")
-"""Taps that are the sites' own inputs, as a CI function reads them without a tap."""
+"""Taps that stand for the sites' own inputs, which a CI function reads if it has no tap."""
 _LONGEST = 2048
-"""The longest sequence of a CI transformer where nothing is said."""
+"""The default for the longest sequence of a CI transformer."""
 
 
 def sites(section: Section) -> tuple[list[Tree], Tree]:
-    """The section `decomposition.sites`: what today's `decomposition_targets` are, and keys of the wrapper."""
+    """Translates the section `decomposition.sites` to the current `decomposition_targets` and keys of the wrapper."""
     kind = str(section.take("kind"))
     initialization = str(section.take("initialization", "random"))
     wrapper: Tree = {}
@@ -77,7 +77,7 @@ def _is_natural(value: Any) -> bool:
 
 
 def ci_function(section: Section, length: int | None) -> Tree:
-    """The CI function, from `decomposition.ci` or `pd.ci_config`. ``length``: of rows, where it is known."""
+    """Translates the CI function, from `decomposition.ci` or `pd.ci_config`. ``length``: of rows, if known."""
     origins = section.findings.origins
     origins["pd.ci_config"] = section.path
     kind = section.take("type")
@@ -147,7 +147,9 @@ def _attention(section: Section) -> Tree:
 
 
 def _tap(section: Section, default: str | None) -> Tree:
-    """What the function reads (C10). ``default``: where nothing is said; None: the inputs of the sites."""
+    """Translates what the function reads (C10). ``default``: used if the file does not say; None stands for the inputs
+    of the sites.
+    """
     tap = section.take("input_tap", default)
     if tap is None or tap in _SITE_INPUTS:
         if tap == "all_block_taps":

@@ -1,4 +1,4 @@
-"""Translates the section `pd`: losses, optimisers and the faithfulness warm-up; and the metrics of `eval`."""
+"""Translates the section `pd` (losses, optimisers and the faithfulness warm-up) and the metrics of `eval`."""
 
 from typing import Any
 
@@ -13,18 +13,19 @@ from param_decomp_lab.config.generations.tables import (
 )
 
 _BY_ROW = ("bc", "bsc")
-"""Shapes with a source for each row: alike where rows have no positions."""
+"""Shapes with a source for each row. They are the same if rows have no positions."""
 
 
 class MethodTranslator:
-    """``is_toy``: rows have no positions. ``relative``: faithfulness is relative to each matrix (L5). ``is_early``: the
-    file is from before the middle of August, when some defaults changed."""
+    """Translates the method. ``is_toy``: rows have no positions. ``relative``: faithfulness is relative to each matrix
+    (L5). ``is_early``: the file is from before the middle of August, when some defaults changed.
+    """
 
     def __init__(self, *, is_toy: bool, relative: bool, is_early: bool) -> None:
         self._is_toy, self._relative, self._is_early = is_toy, relative, is_early
 
     def pd(self, section: Section) -> Tree:
-        """The section without what is decomposed and the CI function."""
+        """Translates the section without the sites and the CI function."""
         draws = _Draws(section.take("n_mask_samples"))
         out = section.keep("seed")
         for key in ("components_optimizer", "ci_fn_optimizer"):
@@ -35,7 +36,7 @@ class MethodTranslator:
         return {**out, "n_mask_samples": draws.number(section), "loss_metrics": losses, **section.keep_rest()}
 
     def evaluation(self, section: Section) -> Tree:
-        """The section `eval`."""
+        """Translates the section `eval`."""
         metrics = self._terms(section, "metrics", "metric", None)
         return {**section.keep_rest(), "metrics": metrics}
 
@@ -60,7 +61,9 @@ class MethodTranslator:
         return found
 
     def _term(self, entry: Section, new: str, draws: "_Draws | None") -> Tree | None:
-        """A loss or metric; None where there is none like it, which is a finding. ``new``: its key in today's form."""
+        """Translates a loss or metric; returns None, and records it, if there is no counterpart. ``new``: its key in
+        the current form.
+        """
         given = str(entry.take("type"))
         refusal = LACKING_TYPES.get(given)
         if refusal is not None:
@@ -90,7 +93,7 @@ class MethodTranslator:
         return out | entry.keep_rest()
 
     def _sources(self, entry: Section, new: str) -> Tree:
-        """The shape of an attack's sources, and the optimiser of persistent ones."""
+        """Translates the shape of an attack's sources, and the optimiser of persistent ones."""
         out: Tree = {}
         origins = entry.findings.origins
         shape = entry.take("source_shape")
@@ -121,7 +124,7 @@ class MethodTranslator:
 
 
 def _importance_minimality(entry: Section) -> Tree:
-    """L2 with p, or with a γ, where today's schema asks for a p that has no effect."""
+    """Translates L2 with p, or with γ, for which the current schema requires a p that has no effect."""
     out: Tree = {"beta": entry.take("beta", 0)}
     if "gamma" in entry and "penalty" not in entry:
         out |= {"penalty": "smooth_l0", "gamma": entry.take("gamma"), "pnorm": entry.take("pnorm", 1.0)}
@@ -133,13 +136,15 @@ def _importance_minimality(entry: Section) -> Tree:
 
 
 def _unit_kinds(entry: Section) -> Tree:
-    """L7: weights by kind of unit. Gated linear attention, which no target here has, has a kind of its own."""
+    """Translates the weights of L7 by kind of unit. Gated linear attention has its own kind, which
+    no target here has.
+    """
     kinds = entry.section("unit_kind_coefficients", "unit_kinds")
     return {} if kinds is None else {"unit_kind_coefficients": kinds.keep_rest()}
 
 
 def _routing(entry: Section) -> Tree:
-    """The routing; `all` is a chance of 1."""
+    """Translates the routing; `all` is a probability of 1."""
     routing = entry.take("routing")
     if isinstance(routing, dict) and routing.get("type") == "all":
         return {"routing": {"type": "static_probability", "p": 1.0}}
@@ -147,7 +152,7 @@ def _routing(entry: Section) -> Tree:
 
 
 def _hidden_activations(entry: Section) -> Tree:
-    """R6: as one mapping, or, in later files, as a list of named groups."""
+    """Translates R6, given as one mapping or, in later files, as a list of named groups."""
     objective = str(entry.take("adversary_objective", "e2e"))
     own = entry.section("hidden_acts_reconstruction", "hidden_acts")
     groups = list(entry.sections("auxiliaries", "auxiliary"))
@@ -170,7 +175,7 @@ def _hidden_activations(entry: Section) -> Tree:
 
 
 def _auxiliary(group: Section) -> Tree | None:
-    """A group of captures as points; None for one that is measured alone, or cannot be honoured."""
+    """Translates a group of captures to points; None for a group that is only measured, or is unsupported."""
     name, coefficient = group.take("name"), group.take("coeff")
     points = []
     for comparison in group.sections("comparisons", "comparison"):
@@ -186,7 +191,9 @@ def _auxiliary(group: Section) -> Tree | None:
 
 
 def _point(capture: Any) -> str:
-    """A point by today's name: `resid.n` is the residual stream that enters block n, from the block before."""
+    """Returns the current name of a point: `resid.n` is the residual stream that enters block n, so it comes from the
+    block before.
+    """
     kind, _, number = str(capture).partition(".")
     if kind != "resid" or not number.isdecimal():
         return str(capture)
@@ -194,7 +201,9 @@ def _point(capture: Any) -> str:
 
 
 class _Draws:
-    """How often stochastic losses draw: one number for all of them here. ``given``: that of `pd`, in older files."""
+    """How often stochastic losses draw, which is one number for all of them here. ``given``: the number in `pd`, in
+    older files.
+    """
 
     def __init__(self, given: Any) -> None:
         self._given = given

@@ -1,4 +1,4 @@
-"""Reads a file of another generation key by key, and gathers what becomes of its keys."""
+"""Reads a file of another generation key by key, and records what becomes of its keys."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lacking:
-    """A key that cannot be honoured. ``instead``: a key of the wrapper that stands in for it where it is given."""
+    """An unsupported key. ``instead``: a key of the wrapper that replaces it, if given."""
 
     mistake: Mistake
     instead: str | None = None
@@ -22,11 +22,11 @@ class Lacking:
 
 @dataclass
 class Findings:
-    """What becomes of the keys of a file.
+    """Records what becomes of the keys of a file.
 
-    ``no_effect``: dotted keys that do not matter here, each with the reason in parentheses. ``notes``: what is supplied
-    or has another meaning, one line each, starting with the key. ``lacking``: what cannot be honoured. ``origins``:
-    for a dotted key of today's form, the key of the file that it comes from.
+    ``no_effect``: dotted keys without effect here, each with the reason in parentheses. ``notes``: what is added or has
+    another meaning, one line each, starting with the key. ``lacking``: unsupported keys. ``origins``: for a dotted key
+    of the current form, the key of the file that it comes from.
     """
 
     no_effect: list[str] = field(default_factory=list)
@@ -39,15 +39,15 @@ class Findings:
 
 
 def shown(value: Any) -> str:
-    """A value for a message."""
+    """Formats a value for a message."""
     text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else value
     return shortened(printable(str(text)), 60)
 
 
 class Section:
-    """A mapping of the file, of which keys are taken one by one.
+    """A mapping of the file, whose keys are taken one by one.
 
-    ``kind``: under which it stands in the tables. A value that is not a mapping is a mistake, and read as an empty one.
+    ``kind``: its name in the tables. A value that is not a mapping is a mistake, and is read as an empty mapping.
     """
 
     def __init__(self, raw: Any, path: str, kind: str, findings: Findings) -> None:
@@ -61,32 +61,32 @@ class Section:
         return self._raw.get(key) is not None
 
     def at(self, key: str) -> str:
-        """The dotted path of a key."""
+        """Returns the dotted path of a key."""
         return f"{self.path}.{key}" if self.path else key
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of a key, ``default`` where it is absent or null."""
+        """Returns the value of a key; ``default`` if it is absent or null."""
         self._taken.add(key)
         value = self._raw.get(key)
         return default if value is None else value
 
     def keep(self, *keys: str) -> Tree:
-        """These keys as they are, those that the file has."""
+        """Returns those of these keys that the file has, unchanged."""
         self._taken.update(keys)
         return {key: self._raw[key] for key in keys if key in self._raw}
 
     def keep_rest(self) -> Tree:
-        """All keys that nothing has taken and that no table knows, as they are: today's schema judges them."""
+        """Returns, unchanged, all keys that were not taken and are in no table; the current schema validates them."""
         self._judge_by_tables()
         return self.keep(*(key for key in self._raw if key not in self._taken))
 
     def section(self, key: str, kind: str) -> "Section | None":
-        """The mapping at a key; None where it is absent or null."""
+        """Returns the mapping at a key; None if it is absent or null."""
         value = self.take(key)
         return None if value is None else Section(value, self.at(key), kind, self.findings)
 
     def sections(self, key: str, kind: str) -> Iterator["Section"]:
-        """The mappings of a list."""
+        """Yields the mappings of the list at a key."""
         entries = self.take(key, [])
         if not isinstance(entries, list):
             self.findings.lack(self.at(key), f"should be a list, not {shown(entries)}")
@@ -95,14 +95,14 @@ class Section:
             yield Section(entry, f"{self.at(key)}.{n}", kind, self.findings)
 
     def lack(self, key: str, why: str, instead: str | None = None) -> None:
-        """A key that cannot be honoured; ``why`` follows its value."""
+        """Records an unsupported key; ``why`` follows its value."""
         self._taken.add(key)
         value = self._raw.get(key)
         said = "is given" if isinstance(value, dict | list) else f"is {shown(value)}"
         self.findings.lack(self.at(key), f"{said}; {why}", instead)
 
     def close(self, *known: str) -> None:
-        """Judges every key that nothing has taken. ``known``: keys that the section could have besides."""
+        """Reports every key that was not taken. ``known``: further keys that the section could have."""
         self._judge_by_tables()
         for key in self._raw:
             if key not in self._taken:

@@ -1,4 +1,4 @@
-"""Tells which generation of the original project's files a file is of, by keys that no other has."""
+"""Tells to which generation of the original project's files a file belongs, by keys that no other generation has."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -41,14 +41,16 @@ _FOREIGN = (
     "pd.loss_metrics.*.frequency.reference_datapoint_count",
     "eval.metrics.*.source_shape",
 )
-"""Keys that today's schema and that of spring do not have."""
+"""Keys that neither the current schema nor that of spring has."""
 _FOREIGN_TYPES = frozenset(("SmoothL0ImportanceMinimalityLoss", "MergedStochasticPGDReconLoss"))
 _AUGUST = ("cadence.checkpointing", "runtime.mesh", "runtime.replicate", "target.output_edge", "pd.type")
 _LATE_AUGUST = ("runtime.mesh", "target.output_edge")
 
 
 def generation(raw: Mapping[str, Any]) -> Generation:
-    """The generation of a file with a section `pd`. Today's own form, an extension of that of spring, counts as it."""
+    """Returns the generation of a file with a section `pd`. The current form, an extension of that of spring, counts as
+    spring.
+    """
     entries = [entry for key in _FOREIGN for entry in _values(raw, key)]
     foreign_types = _FOREIGN_TYPES & {str(value) for value in _values(raw, "pd.loss_metrics.*.type")}
     if not entries and not foreign_types:
@@ -58,21 +60,21 @@ def generation(raw: Mapping[str, Any]) -> Generation:
 
 
 def is_late_august(raw: Mapping[str, Any]) -> bool:
-    """Whether the file is of the tip: some defaults changed with it."""
+    """Whether the file is from late August, when some defaults changed."""
     if any(True for key in _LATE_AUGUST for _ in _values(raw, key)):
         return True
     return "runtime" not in raw and not any(_values(raw, "cadence.train_log_every"))
 
 
 def has_knots(value: Any) -> bool:
-    """Whether any schedule is given by knots, as all of August are."""
+    """Whether any schedule is given by knots, as all are in files of August."""
     if isinstance(value, dict):
         return "max_val" in value or any(map(has_knots, value.values()))
     return isinstance(value, list) and any(map(has_knots, value))
 
 
 def _values(value: Any, key: str) -> Iterator[Any]:
-    """The values at a dotted key, in which `*` is every entry of a list; null counts."""
+    """Yields the values at a dotted key, in which `*` stands for every entry of a list. A null counts as a value."""
     first, _, rest = key.partition(".")
     if first == "*":
         inner = value if isinstance(value, list) else []

@@ -1,4 +1,4 @@
-"""Translates what surrounds the method: devices, checkpoints, tracking, the target and the data."""
+"""Translates everything but the method: devices, checkpoints, tracking, the target and the data."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ _ACTIVATIONS = ("relu", "gelu")
 
 
 def runtime(section: Section, *, is_toy: bool) -> tuple[Tree, Tree]:
-    """Today's `runtime`, and keys of the wrapper: its mesh, and a memory preset that recomputes."""
+    """Returns the current `runtime`, and keys of the wrapper: its mesh, and a memory preset that recomputes."""
     wrapper: Tree = {}
     if section.take("remat_recon_forwards", False):
         wrapper["memory"] = {"preset": "balanced"}
@@ -42,7 +42,7 @@ def runtime(section: Section, *, is_toy: bool) -> tuple[Tree, Tree]:
 
 
 def _sizes(section: Section) -> dict[str, Any]:
-    """The mesh by today's names: from its axes, or from a number of devices over nodes of eight."""
+    """Returns the mesh with its current names, from its axes or from a number of devices over nodes of eight."""
     tensor, devices = section.take("tp", 1), section.take("dp")
     if devices is not None and _is_count(devices) and _is_count(tensor):
         on_node = min(devices, _DEVICES_PER_NODE)
@@ -56,7 +56,7 @@ def _is_count(value: Any) -> bool:
 
 
 def cadence(section: Section) -> Tree:
-    """Today's `cadence`."""
+    """Returns the current `cadence`."""
     out: Tree = {"train_log_every": section.take("train_log_every", 20)}
     out |= section.keep("save_every", "keep_last_n_checkpoints")
     checkpointing = section.section("checkpointing", "checkpointing")
@@ -86,7 +86,7 @@ def cadence(section: Section) -> Tree:
 
 
 def wandb(section: Section) -> tuple[Tree, Tree]:
-    """Today's `wandb`, and keys of the wrapper."""
+    """Returns the current `wandb`, and keys of the wrapper."""
     wrapper: Tree = {}
     for key, new in (("group", "wandb_group"), ("tags", "wandb_tags")):
         value = section.take(key)
@@ -97,7 +97,7 @@ def wandb(section: Section) -> tuple[Tree, Tree]:
 
 
 def language_target(section: Section) -> Tree:
-    """Today's `target` of a language model."""
+    """Returns the current `target` of a language model."""
     out: Tree = section.keep("weights_dtype")
     spec = section.section("spec", "spec")
     if spec is not None:
@@ -110,15 +110,16 @@ def language_target(section: Section) -> Tree:
             out["spec"] = {"kind": kind, **spec.keep_rest()}
         else:
             spec.lack("kind", "targets are hf, pretrained or hf_weights_in_vendored here")
-            out["spec"] = {"kind": kind, **spec.keep_rest()}  # so that it is a language model's
+            out["spec"] = {"kind": kind, **spec.keep_rest()}  # so that it is read as a language model's
     section.close()
     return out
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set by name or folder. ``folder``: where it would be. ``length``: of its rows, if that is known;
-    ``tokenizer``: the name of what made them, if that is."""
+    """A data set by name or folder. ``folder``: where it would be. ``length``: of its rows, if known; ``tokenizer``:
+    its name, if known.
+    """
 
     folder: Path
     length: int | None
@@ -126,8 +127,9 @@ class DataSet:
 
 
 def language_data(section: Section, tokenizer: str | None) -> tuple[Tree | None, Tree]:
-    """Today's `data` of a language model, None where it cannot be read, and keys of the wrapper. ``tokenizer``: the
-    target's, if it has a name."""
+    """Returns the current `data` of a language model (None if it cannot be read), and keys of the wrapper.
+    ``tokenizer``: the name of the target's, if it has one.
+    """
     if "train" not in section:
         return section.keep_rest(), {}
     found, findings = {key: _rows(section, key) for key in ("train", "eval")}, section.findings
@@ -180,9 +182,9 @@ def _rows(section: Section, key: str) -> DataSet | None:
 
 
 def toy_target(section: Section, data: Any) -> tuple[Tree, Tree]:
-    """Today's `target` of a toy, and keys of the wrapper: its recipe, which the file has in place of a run.
+    """Returns the current `target` of a toy, and keys of the wrapper: its recipe, which the file has instead of a run.
 
-    ``data``: of the file, on which the target is trained, too.
+    ``data``: the file's, on which the target is trained, too.
     """
     if "pretrain" not in section:
         return section.keep_rest(), {}
@@ -218,7 +220,7 @@ def toy_target(section: Section, data: Any) -> tuple[Tree, Tree]:
     }
     pretrain.close()
     section.close()
-    # A name of its own for each recipe: a folder is refused that another recipe has made.
+    # Each recipe has its own name, because a folder that another recipe has made is refused.
     digest = hashlib.sha256(json.dumps(recipe, default=str).encode()).hexdigest()[:8]
     recipe["out"] = f"runs/targets/{model['architecture']}-{digest}"
     findings.notes.append(f"{section.at('pretrain')}: the target is trained here, by this recipe, and is not theirs")
@@ -226,7 +228,7 @@ def toy_target(section: Section, data: Any) -> tuple[Tree, Tree]:
 
 
 def parent(section: Section, findings: Findings) -> None:
-    """`resume_provenance`: a run of the original project, which cannot be opened where it was trained in JAX."""
+    """Reports `resume_provenance`, a run of the original project, which cannot be opened if it was trained in JAX."""
     folder, step = section.take("parent_run_dir"), section.take("parent_step")
     why = f"names step {shown(step)} of {shown(folder)}, a run of the original project; remove it, or give init_from"
     findings.lack(section.path, f"{why}, a run of this one", instead="init_from")

@@ -1,4 +1,4 @@
-"""What the keys of the original project's files are here, as data, by the section that they stand in.
+"""Lists what the keys of the original project's files mean here, by the section that they are in.
 
 A key that is in neither table is translated by the module of its section, or passed on to today's schema.
 """
@@ -38,7 +38,7 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
     "attention": {"implementation": _MEMORY},
     "toy": {"init_bias_to_zero": "only where training begins"},
 }
-"""By section and key: why it does not matter here."""
+"""For each section and key without effect here: the reason."""
 
 LACKING: Mapping[str, Mapping[str, tuple[str, tuple[Any, ...]]]] = {
     "": {
@@ -71,13 +71,14 @@ LACKING: Mapping[str, Mapping[str, tuple[str, tuple[Any, ...]]]] = {
         "importance_val": ("features count equally here; set it to 1.0", (1.0,)),
     },
 }
-"""By section and key: what to do about it, and the values that ask for nothing (null is always one)."""
+"""For each section and unsupported key: what to do about it, and the values that request nothing (null is always one).
+"""
 
 TYPES: Mapping[str, str] = {
     "SmoothL0ImportanceMinimalityLoss": "ImportanceMinimalityLoss",
     "MergedStochasticPGDReconLoss": "MergedStochasticSubsetPPGDReconLoss",
 }
-"""Losses under other names."""
+"""The current names of losses that had other names."""
 
 LACKING_TYPES: Mapping[str, str] = {
     "CIMaskedAttnPatternsReconLoss": "attention patterns are not compared here",
@@ -87,7 +88,7 @@ LACKING_TYPES: Mapping[str, str] = {
     "RouterDivergence": "routers are not compared here",
     "UnmaskedNoDeltaReconLoss": _TARGETED,
 }
-"""Losses and metrics that there are none of: why."""
+"""Losses and metrics that are unsupported, with the reason."""
 
 MATRICES: Mapping[str, Mapping[str, str]] = {
     "glu_transformer": {
@@ -108,7 +109,7 @@ MATRICES: Mapping[str, Mapping[str, str]] = {
         "down_proj": "h.{layer}.mlp.down_proj",
     },
 }
-"""By kind of ``decomposition.sites``: the modules that its matrices are."""
+"""For each kind of ``decomposition.sites``: the modules of its matrices."""
 
 PERSISTENT_SCOPES: Mapping[str, str] = {
     "c": "single_source",
@@ -119,13 +120,13 @@ PERSISTENT_SCOPES: Mapping[str, str] = {
     "batch_invariant": "repeat_across_batch",
     "unique_per_batch_per_token": "per_batch_per_position",
 }
-"""Shapes of persistent sources by the names that they have had."""
+"""Shapes of persistent sources by their earlier names."""
 FRESH_SCOPES: Mapping[str, str] = {
     "c": "shared_across_batch",
     "bc": "per_row",
     "bsc": "unique_per_datapoint",
 }
-"""Shapes of the sources of a fresh attack."""
+"""Shapes of the sources of a fresh attack by their earlier names."""
 
 ASCENTS: Mapping[str, str] = {"momentum_sgd": "momentum"}
 OBJECTIVES: Mapping[str, str] = {"e2e": "output"}

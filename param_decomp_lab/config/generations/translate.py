@@ -1,6 +1,6 @@
-"""Translates a file of June, July or August 2026 to a schema file and the wrapper's keys, both as they are read today.
+"""Translates a file of June, July or August 2026 to a schema file and keys of the wrapper, both in their current form.
 
-Nothing is validated that today's schema validates: what has a counterpart is passed on.
+It does not validate what the current schema validates: keys with a counterpart are passed on.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,8 +17,9 @@ from param_decomp_lab.schema.mistakes import Mistake
 
 @dataclass(frozen=True)
 class Translation:
-    """``method``: the schema file. ``wrapper``: keys of the wrapper that the file has. ``no_effect``, ``notes``: as in
-    `Findings`. ``origins``: keys of the file by keys of today's form."""
+    """A translated file. ``method``: the schema file. ``wrapper``: keys of the wrapper that the file has.
+    ``no_effect``, ``notes``: as in `Findings`. ``origins``: keys of the file by keys of the current form.
+    """
 
     generation: Generation
     method: Tree
@@ -30,21 +31,21 @@ class Translation:
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether the file has today's form, of which that of spring is a part."""
+        """Whether the file already has the current form, which includes that of spring."""
         return self.generation == "spring"
 
     @property
     def title(self) -> str:
-        """When the original project had files of this form."""
+        """Says when the original project had files of this form."""
         return TITLES[self.generation]
 
     def mistakes(self, given: Collection[str]) -> list[Mistake]:
-        """What cannot be honoured. ``given``: keys of the wrapper that are given elsewhere."""
+        """Returns what is unsupported. ``given``: keys of the wrapper that are given elsewhere."""
         return [lacking.mistake for lacking in self._lacking if lacking.instead not in given]
 
 
 def translate(raw: Mapping[str, Any]) -> Translation:
-    """The file ``raw``, which is not modified, in today's form. A file of spring is in it already."""
+    """Translates the file ``raw``, which is not modified, to the current form. A file of spring already has it."""
     which = generation(raw)
     if which == "spring":
         return Translation(which, dict(raw), {})
@@ -118,7 +119,7 @@ def _pd(whole: Section, translator: MethodTranslator, length: int | None) -> tup
 
 
 def _note_differences(method: Tree, findings: Findings, *, is_toy: bool) -> None:
-    """Notes what is computed in another way than there, whatever the file says."""
+    """Notes what is computed differently from the original project, whatever the file says."""
     warmup = method["pd"].get("faithfulness_warmup_steps")
     losses = [loss for loss in method["pd"].get("loss_metrics", []) if loss.get("normalize") == "per_site"]
     if warmup and losses:

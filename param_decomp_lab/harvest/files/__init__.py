@@ -1,4 +1,4 @@
-"""A harvest's files, and how they are read. Needs no JAX."""
+"""The files of a harvest, and their readers. Needs no JAX."""
 
 from param_decomp_lab.harvest.files.averages import Averages
 from param_decomp_lab.harvest.files.example import Example

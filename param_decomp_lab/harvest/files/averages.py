@@ -1,5 +1,6 @@
-"""Average attributions between a harvest's components (`pd graph --dataset` makes them): their files, and how they are
-read. Nothing here needs JAX."""
+"""The files of average attributions between a harvest's components (made by `pd graph --dataset`), and their reader.
+Needs no JAX.
+"""
 
 import hashlib
 import json
@@ -23,19 +24,20 @@ from param_decomp_lab.safe_io.files import LISTING_BYTES, regular_file
 from param_decomp_lab.safe_io.json_text import read_json
 
 AVERAGES = "averages"
-"""Folder of a harvest's average attributions, in its own."""
+"""The subfolder of a harvest with its average attributions."""
 AVERAGES_FILE = "averages.json"
 EDGES_FILE = "edges.parquet"
 FORMAT = 1
 
 EDGES = pa.schema([("target", pa.int32()), ("source", pa.int32()), ("weight", pa.float32())])
-"""Components are numbered through the sites. Sorted by target, then by absolute weight, the largest first."""
+"""Edges, sorted by target, then by decreasing absolute weight. Components are numbered across all sites."""
 
 
 @dataclass(frozen=True)
 class AverageOptions:
-    """What determines averages of a harvest. ``rows``: of the harvest's, that are read. ``largest``: edges kept of each
-    target. ``least_firings``: of a target, in the harvest."""
+    """What determines averages of a harvest. ``rows``: how many of the harvest's rows are read. ``largest``: edges kept
+    for each target. ``least_firings``: the fewest firings of a target in the harvest.
+    """
 
     rows: int
     largest: int
@@ -77,14 +79,14 @@ class Averages:
         return len(self._columns[0])
 
     def into(self, site: str, component: int) -> list[AverageEdge]:
-        """What leads to a component, the largest absolute weight first."""
+        """Returns the edges that lead to a component, the largest absolute weight first."""
         number = self.index.number_of(site, component)
         target, source, weight = self._columns
         rows = slice(*np.searchsorted(target, [number, number + 1]))
         return self._named(source[rows], weight[rows])
 
     def out_of(self, site: str, component: int) -> list[AverageEdge]:
-        """Among the edges kept, those that lead from a component, the largest absolute weight first."""
+        """Returns the kept edges that lead from a component, the largest absolute weight first."""
         number = self.index.number_of(site, component)
         target, source, weight = self._columns
         rows = np.flatnonzero(source == number)
@@ -127,8 +129,9 @@ class Averages:
 
 
 def write_averages(out: Path, options: AverageOptions, targets: int, edges: list[np.ndarray]) -> None:
-    """``edges``: columns of `EDGES`. Renames the folder to ``out`` when it is whole. Raises UserError and CannotWrite
-    as `new_folder` does."""
+    """Writes averages. ``edges``: columns of `EDGES`. Renames the folder to ``out`` when it is complete. Raises
+    UserError and CannotWrite as `new_folder` does.
+    """
     with new_folder(out, marker=AVERAGES_FILE, overwrite=out.exists()) as folder:
         pq.write_table(pa.table(edges, schema=EDGES), folder / EDGES_FILE, compression="zstd")
         about: dict[str, Any] = {"options": asdict(options), "targets": targets}
@@ -136,6 +139,6 @@ def write_averages(out: Path, options: AverageOptions, targets: int, edges: list
 
 
 def find_averages(harvest_folder: Path) -> list[Path]:
-    """Folders of a harvest's finished averages, the newest first."""
+    """Returns the folders of a harvest's finished averages, the newest first."""
     found = [path.parent for path in (harvest_folder / AVERAGES).glob(f"[!.]*/{AVERAGES_FILE}")]
     return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))

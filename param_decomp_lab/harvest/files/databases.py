@@ -1,4 +1,4 @@
-"""SQLite files beside a run's harvests: read by anybody, changed in whole transactions."""
+"""Reads and changes SQLite files beside a run's harvests. Changes are whole transactions."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -9,13 +9,14 @@ from typing import Any
 from param_decomp_lab.errors import CannotWrite, UserError
 
 BUSY_S = 5.0
-"""How long another process's change is waited for."""
+"""How long to wait for another process's change."""
 
 
 @contextmanager
 def changing(file: Path, tables: str, what: str) -> Iterator[sqlite3.Connection]:
-    """A transaction in which nobody else changes the file. ``tables``: statements that make what is missing. ``what``:
-    is kept, for errors. Raises CannotWrite."""
+    """A transaction during which no other process changes the file. ``tables``: statements that create missing tables.
+    ``what``: what the file keeps, for errors. Raises CannotWrite.
+    """
     try:
         with closing(sqlite3.connect(file, timeout=BUSY_S)) as database, database:
             database.executescript(tables)
@@ -26,12 +27,13 @@ def changing(file: Path, tables: str, what: str) -> Iterator[sqlite3.Connection]
 
 
 def read_rows(file: Path, table: str, query: str, *values: str | int) -> list[Any]:
-    """What a query finds; nothing where the file or ``table`` is not there yet. UserError for a file that is not
-    such a database."""
+    """Returns the results of a query; an empty list if the file or ``table`` does not exist yet. Raises UserError for a
+    file that is not such a database.
+    """
     if not file.is_file():
         return []
     try:
-        # Read only: a folder that may not be written shows its labels, too.
+        # Read-only, so that labels in a folder without write permission are shown, too.
         with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_S)) as database:
             if not database.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchall():
                 return []

@@ -13,10 +13,10 @@ from param_decomp_lab.ui.cards import card, context
 class Example:
     """A firing in its context.
 
-    ``row``, ``position``: of the harvest. ``first``: the position of the first of ``tokens``; the firing is at
-    ``tokens[position - first]``. A toy has one position, and ``tokens`` are its active features. ``importances``,
-    ``activations``: of the component at each position of the context. ``names``: of ``tokens``.
-    ``of_text``: whether they are tokens.
+    ``row``, ``position``: the place in the harvest. ``first``: the position of the first of ``tokens``; the firing is
+    at ``tokens[position - first]``. A toy has one position, and ``tokens`` are its active features. ``importances``,
+    ``activations``: of the component at each position of the context. ``names``: of ``tokens``. ``of_text``: whether
+    they are tokens.
     """
 
     kind: str
@@ -33,15 +33,16 @@ class Example:
 
     @property
     def text(self) -> str:
-        """The context, with the token where the component fires in ⟦brackets⟧; of a toy, its active features."""
+        """The context, with the token where the component fires in ⟦brackets⟧; for a toy, its active features."""
         here = self.position - self.first
         if not self.of_text:
             return ", ".join(self.names)
         return "".join(f"⟦{name}⟧" if k == here else name for k, name in enumerate(self.names))
 
     def near(self, n: int) -> "Example":
-        """The example with at most ``n`` tokens of its context: two thirds of them before the firing where the context
-        has them. A toy's stays as it is."""
+        """The example with at most ``n`` tokens of its context: two thirds of them before the firing, if there are
+        enough. A toy's example stays unchanged.
+        """
         if not self.of_text:
             return self
         here = self.position - self.first
@@ -59,7 +60,9 @@ class Example:
         )
 
     def marked(self, largest: float = 0.0) -> Markup:
-        """The context as HTML, shaded by λ, and by a as a share of ``largest``; of a toy, its active features."""
+        """Returns the context as HTML, shaded by λ and by a as a share of ``largest``; for a toy,
+        its active features.
+        """
         if not self.of_text:
             return Markup(", ").join(self.names)
         values = self.importances.tolist(), self.activations.tolist()

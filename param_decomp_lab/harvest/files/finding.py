@@ -9,14 +9,14 @@ from param_decomp_lab.harvest.files.tables import PLAN_FILE
 
 
 def find_harvests(run_folder: Path) -> list[Path]:
-    """Folders of the finished harvests of a run, the newest first."""
+    """Returns the folders of the finished harvests of a run, the newest first."""
     folder = run_folder / HARVESTS
     found = [path.parent for path in folder.glob(f"*/{PLAN_FILE}") if not path.parent.name.startswith(".")]
     return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))
 
 
 def harvests_of(run_folder: Path) -> list[Path]:
-    """`find_harvests`, of which there must be one. UserError, with the command that makes one, if there is none."""
+    """Like `find_harvests`, but raises a UserError with the command that makes one if there are none."""
     found = find_harvests(run_folder)
     if not found:
         raise UserError(f"{run_folder} has no harvest; make one with `pd harvest {run_folder}`")
@@ -24,7 +24,7 @@ def harvests_of(run_folder: Path) -> list[Path]:
 
 
 def harvest_of(run_folder: Path, step: int) -> Harvest:
-    """The newest harvest of a checkpoint. UserError if there is none."""
+    """Returns the newest harvest of a checkpoint. Raises UserError if there is none."""
     for path in find_harvests(run_folder):
         if (found := Harvest(path)).plan.step == step:
             return found
@@ -34,8 +34,9 @@ def harvest_of(run_folder: Path, step: int) -> Harvest:
 
 
 def chosen_harvest(folder: Path, name: str | None) -> Harvest:
-    """The harvest ``name`` of a run, by default the newest; or ``folder`` itself, if it is one. Raises UserError if
-    there is none."""
+    """Returns the harvest ``name`` of a run, by default the newest; or ``folder`` itself, if it is one. Raises
+    UserError if there is none.
+    """
     if (folder / PLAN_FILE).is_file():
         if name is not None and name != folder.resolve().name:
             raise UserError(

@@ -1,6 +1,6 @@
-"""The groups of a harvest's components that act together (`pd cluster` finds them): their files, and how they are read.
+"""The files of groups of components that act together (found by `pd cluster`), and their reader.
 
-Nothing here needs JAX. Files are read as of others: bounded, and one `UserError` for what is missing or damaged.
+Needs no JAX. Files are treated as untrusted: reads are bounded, and missing or damaged files raise a `UserError`.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ from param_decomp_lab.safe_io.json_text import read_json
 from param_decomp_lab.safe_io.printable import printable
 
 CLUSTERS = "clusters"
-"""Folder of a harvest's groupings, in its own."""
+"""The subfolder of a harvest with its groupings."""
 CLUSTERS_FILE = "clusters.json"
 MERGES_FILE = "merges.parquet"
 COMPONENTS_FILE = "components.parquet"
 FORMAT = 1
 NAME = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
 APART = -1
-"""Group of the components that are in none."""
+"""The group number of components that are in no group."""
 
 MERGES = pa.schema(
     [
@@ -44,17 +44,21 @@ MERGES = pa.schema(
         ("change", pa.float64()),
     ]
 )
-"""In order. The component of row i of `COMPONENTS` is node i, of n; the merge of row m makes node n + m. ``active``:
-sampled positions at which the new group is active; ``together``: at which both were. ``change``: of the cost, in bits a
-position."""
+"""Merges, in order. The component in row i of `COMPONENTS` is node i of n; the merge in row m makes node n + m.
+``active``: sampled positions at which the new group is active; ``together``: at which both were. ``change``: the change
+of the cost, in bits per position.
+"""
 COMPONENTS = pa.schema([("component", pa.int32()), ("active", pa.int64())])
-"""Those that are in a group: numbers through the sites, ascending; sampled positions at which each fires."""
+"""Components that are in a group: numbers across all sites, ascending; and the number of sampled positions at which
+each fires.
+"""
 
 
 @dataclass(frozen=True)
 class Options:
     """What determines the groups of a harvest. ``min_density``: components that fire at a smaller share of the sampled
-    positions are kept apart. ``draw``: of all seeds but the first, 0 for none (semantics, section 15)."""
+    positions stay ungrouped. ``draw``: used by all seeds but the first; 0 if there are none (semantics, section 15).
+    """
 
     alpha: float
     seeds: int
@@ -71,8 +75,10 @@ class Options:
 
 @dataclass(frozen=True)
 class SeedResult:
-    """The result of one seed: how many groups, their cost in bits a position, and how far the chosen seed's groups
-    agree with its: by the adjusted Rand index, and the share of the pairs kept together that it keeps together."""
+    """The result of one seed: the number of groups, their cost in bits per position, and how well they agree with the
+    chosen seed's groups: the adjusted Rand index, and the share of the pairs that the chosen seed keeps together which
+    this seed keeps together, too.
+    """
 
     groups: int
     cost: float
@@ -81,12 +87,13 @@ class SeedResult:
 
 
 class Groups:
-    """The groups of a harvest, in ``folder``. The largest come first; of equal size, those that are active more often.
+    """The groups of a harvest, in ``folder``. The largest come first; among groups of equal size, those that are active
+    more often.
 
-    A group is given by its number, a component by its site and number, which ``index`` has. ``sampled``: positions at
-    which all that fires is known. ``options``: how the groups were made; ``cost_before``: in bits a position, with
-    every component a group of its own; ``results``: of each seed, of which the one of least cost, ``seed``, is here.
-    Raises UserError for what is missing or damaged.
+    A group is identified by its number, a component by its site and number, which ``index`` has. ``sampled``: positions
+    at which all firings are known. ``options``: how the groups were made; ``cost_before``: bits per position with every
+    component in its own group; ``results``: one for each seed. The groups are those of ``seed``, which has the least
+    cost. Raises UserError for what is missing or damaged.
     """
 
     def __init__(self, folder: str | Path, index: ComponentIndex, sampled: int, merges: int | None = None) -> None:
@@ -131,7 +138,7 @@ class Groups:
 
     @property
     def n_merges(self) -> int:
-        """Merges that have made these groups."""
+        """The number of merges that made these groups."""
         return self._n_merges
 
     @property
@@ -141,12 +148,13 @@ class Groups:
 
     @property
     def cost(self) -> float:
-        """In bits a position."""
+        """The cost, in bits per position."""
         return self.cost_before + float(self._merges["change"][: self._n_merges].sum())
 
     def cut(self, k: int) -> "Groups":
-        """The groups at another point of the history, where there are ``k`` of them. Raises UserError for a ``k`` that
-        is nowhere in it."""
+        """Returns the groups at the point of the history where there are ``k`` of them. Raises UserError for a ``k``
+        that does not occur.
+        """
         n, least = len(self.components), len(self.components) - len(self._merges["first"])
         if not least <= k <= n:
             raise UserError(
@@ -161,35 +169,40 @@ class Groups:
 
     @cached_property
     def densities(self) -> Float64[np.ndarray, " k"]:
-        """Share of the sampled positions at which each group is active."""
+        """The share of the sampled positions at which each group is active."""
         return self._group_active / max(1, self._sampled)
 
     @cached_property
     def n_sites(self) -> Int64[np.ndarray, " k"]:
-        """Sites that each group has members in."""
+        """The number of sites in which each group has members."""
         pairs = np.unique(np.stack([self._label, self.index.site_numbers(self.components)]), axis=1)
         return np.bincount(pairs[0], minlength=len(self))
 
     # --- one group, one component ---
 
     def members(self, group: int) -> list[tuple[str, int]]:
-        """Site and number of each member, in the order of the sites. Raises UserError if there is no such group."""
+        """Returns the site and number of each member, in the order of the sites. Raises UserError if there is no such
+        group.
+        """
         return self.index.named(self._numbers(group))
 
     def member_densities(self, group: int) -> Float64[np.ndarray, " r"]:
-        """In the order of `members`."""
+        """Returns the densities of the members, in the order of `members`."""
         return self._active[self._leaves(group)] / max(1, self._sampled)
 
     def group_of(self, site: str, component: int) -> int | None:
-        """None for a component that is kept apart. Raises UserError if the harvest has no such component."""
+        """Returns the group of a component; None if it is in no group. Raises UserError if the harvest has no such
+        component.
+        """
         number = self.index.number_of(site, component)
         at = int(np.searchsorted(self.components, number))
         found = at < len(self.components) and self.components[at] == number
         return int(self._label[at]) if found else None
 
     def merges_of(self, group: int) -> tuple[Int64[np.ndarray, " r"], list[dict[str, Any]]]:
-        """The members' nodes, in the order of `members`, and the merges that made the group, in order: `node`, and the
-        columns of `MERGES`."""
+        """Returns the members' nodes, in the order of `members`, and the merges that made the group, in order: `node`,
+        and the columns of `MERGES`.
+        """
         leaves = self._leaves(group)
         inside = np.flatnonzero(self._root_of_merge == self._root[leaves[0]])
         n = len(self.components)
@@ -221,7 +234,9 @@ class Groups:
 
     @cached_property
     def _sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Group of each component; components by group, and their ends; active positions of each group."""
+        """Returns the group of each component; the components by group, and their ends; and the active positions of
+        each group.
+        """
         root, number, counts = np.unique(self._root, return_inverse=True, return_counts=True)
         n = len(self.components)
         node_active = np.concatenate([self._active, self._merges["active"]])
@@ -263,7 +278,7 @@ class Groups:
 def roots(
     first: Int32[np.ndarray, " merges"], second: Int32[np.ndarray, " merges"], n: int, done: int
 ) -> Int32[np.ndarray, " n_plus_merges"]:
-    """The node that each node is part of after the first ``done`` merges."""
+    """Returns the node to which each node belongs after the first ``done`` merges."""
     root = np.arange(n + len(first), dtype=np.int32)
     for m, a, b in zip(range(done - 1, -1, -1), first[:done][::-1].tolist(), second[:done][::-1].tolist(), strict=True):
         root[a] = root[b] = root[n + m]
@@ -273,7 +288,9 @@ def roots(
 def labels_at(
     first: Int32[np.ndarray, " merges"], second: Int32[np.ndarray, " merges"], n: int, done: int
 ) -> Int[np.ndarray, " n"]:
-    """The number of each component's group after the first ``done`` merges, in no order."""
+    """Returns the number of each component's group after the first ``done`` merges; the numbers have no particular
+    order.
+    """
     return np.unique(roots(first, second, n, done)[:n], return_inverse=True)[1]
 
 
@@ -285,7 +302,7 @@ def _columns(file: Path, schema: pa.Schema) -> dict[str, np.ndarray]:
 
 
 def checked_numbers(kind: type, raw: Any) -> Any:
-    """A dataclass of numbers from JSON."""
+    """Makes a dataclass of numbers from JSON."""
     values = {field.name: raw[field.name] for field in fields(kind)}
     for field in fields(kind):
         value = values[field.name]
@@ -296,7 +313,7 @@ def checked_numbers(kind: type, raw: Any) -> Any:
 
 
 def find_groups(harvest_folder: Path) -> list[Path]:
-    """Folders of the finished groupings of a harvest, the newest first."""
+    """Returns the folders of the finished groupings of a harvest, the newest first."""
     found = [path.parent for path in (harvest_folder / CLUSTERS).glob(f"*/{CLUSTERS_FILE}")]
     found = [path for path in found if NAME.fullmatch(path.name) and not path.name.startswith(".")]
     return sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))

@@ -1,4 +1,4 @@
-"""What a harvest knows of one component, read at once."""
+"""Reads everything that a harvest knows about one component."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from param_decomp_lab.ui.cards import card
 from param_decomp_lab.ui.numbers import number, percent
 
 EXAMPLES_SHOWN = 5
-"""Examples of each kind that a card has."""
+"""The number of examples of each kind on a card."""
 TOKENS_SHOWN = 8
 
 

@@ -1,4 +1,4 @@
-"""What components are called: one SQLite file beside a run's harvests. Every edit is kept."""
+"""Stores the labels of components in one SQLite file beside a run's harvests. Every edit is kept."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -11,10 +11,10 @@ from param_decomp_lab.harvest.files.plan import HARVESTS
 
 LABELS_FILE = "labels.sqlite"
 LONGEST = 10_000
-"""Characters of a label."""
+"""The most characters of a label."""
 LONGEST_NAME = 100
 BY_MODEL = " (pd label)"
-"""At the end of the author's name where a model has labelled."""
+"""The end of the author's name if a model has labelled."""
 _TABLE = """
 CREATE TABLE IF NOT EXISTS labels (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, site TEXT NOT NULL, component INTEGER NOT NULL,
@@ -28,7 +28,7 @@ _EDITS = "SELECT text, author, time FROM labels WHERE step = ? AND site = ? AND 
 
 
 class Label(NamedTuple):
-    """An edit. ``text`` is empty where the label was taken away. ``time``: ISO 8601, UTC."""
+    """An edit. ``text`` is empty if the label was removed. ``time``: ISO 8601, UTC."""
 
     text: str
     author: str
@@ -36,18 +36,17 @@ class Label(NamedTuple):
 
 
 class Labels:
-    """The labels of a run's components at one step. They belong to the components, so that all harvests of the step
-    share them."""
+    """The labels of a run's components at one step. All harvests of the step share them."""
 
     def __init__(self, run_folder: Path, step: int) -> None:
         self.file, self._step = run_folder / HARVESTS / LABELS_FILE, step
 
     def of_site(self, site: str) -> dict[int, str]:
-        """The current labels, by component."""
+        """Returns the current labels, by component."""
         return dict(self._read(f"SELECT component, text FROM {_CURRENT} WHERE site = ? AND text != ''", site))
 
     def count(self) -> dict[str, int]:
-        """Labelled components, by site."""
+        """Returns the number of labelled components, by site."""
         return dict(self._read(f"SELECT site, count(*) FROM {_CURRENT} WHERE text != '' GROUP BY site"))
 
     def history(self, site: str, component: int) -> list[Label]:
@@ -55,7 +54,7 @@ class Labels:
         return [Label(*map(str, row)) for row in self._read(_EDITS, site, component)]
 
     def find(self, text: str, most: int = 50) -> list[tuple[str, int, str]]:
-        """Site, component and label of those whose label contains ``text``, in any case."""
+        """Returns site, component and label of the components whose label contains ``text``, ignoring case."""
         words = "%" + text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
         return self._read(
             f"SELECT site, component, text FROM {_CURRENT} WHERE text LIKE ? ESCAPE '\\' "
@@ -64,17 +63,17 @@ class Labels:
         )  # fmt: skip
 
     def last_edits(self, site: str) -> dict[int, Label]:
-        """The newest edit of every component that has one, removals included."""
+        """Returns the newest edit of every component that has one, including removals."""
         rows = self._read(f"SELECT component, text, author, time FROM {_CURRENT} WHERE site = ?", site)
         return {component: Label(*map(str, row)) for component, *row in rows}
 
     def set(
         self, site: str, component: int, text: str, author: str, *, may_replace: Callable[[Label], bool] | None = None
     ) -> bool:
-        """Whether the label was kept. ``may_replace``: whether it may follow the newest edit, where there is one; by
-        default it may. Nobody else's edit comes between the question and the label.
+        """Sets a label; returns whether it was kept. ``may_replace``: decides from the newest edit, if there is one,
+        whether the label may replace it; by default it may. No other edit can come between the decision and the change.
 
-        Raises UserError for a label that is too long, CannotWrite where it cannot be kept.
+        Raises UserError for a label that is too long, and CannotWrite if it cannot be saved.
         """
         text, author = text.strip(), author.strip()
         if len(text) > LONGEST:

@@ -1,5 +1,6 @@
-"""Where components of two harvests fire at the same positions: whether both are of the same rows, and how far they
-overlap there."""
+"""Compares where components of two harvests fire: whether the harvests are of the same rows, and how much the firings
+overlap.
+"""
 
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from jaxtyping import Float64, Int, Num
 from param_decomp_lab.harvest.files.reading import Harvest
 
 PLACES = 4096
-"""Firings of a component at which those that fire with it are looked for."""
+"""The number of firings of a component at which others are searched for."""
 
 
 class Overlap(NamedTuple):
@@ -21,15 +22,16 @@ class Overlap(NamedTuple):
 
 
 def same_rows(one: Harvest, other: Harvest) -> bool:
-    """Whether both harvests are of the same rows, and keep what fires at the same positions of them."""
+    """Whether both harvests are of the same rows, and keep the firings at the same sampled positions."""
     return one is other or one.rows_digest == other.rows_digest
 
 
 def pair_overlaps(
     one: Harvest, other: Harvest, site: str, numbers: Int[np.ndarray, " n"], other_numbers: Int[np.ndarray, " n"]
 ) -> Float64[np.ndarray, " n"]:
-    """P6 of component ``numbers[i]`` of ``one`` and ``other_numbers[i]`` of ``other``: the Jaccard index of where they
-    fire, at the sampled positions. The harvests are of the same rows, and no number is there twice."""
+    """Computes P6 for component ``numbers[i]`` of ``one`` and ``other_numbers[i]`` of ``other``: the Jaccard index of
+    the sampled positions at which they fire. The harvests must be of the same rows, and no number may occur twice.
+    """
     n_sampled = one.n_sampled
     keys, counts = [], []
     for harvest, mine in ((one, numbers), (other, other_numbers)):
@@ -46,8 +48,10 @@ def pair_overlaps(
 
 
 def nearest_by_firing(one: Harvest, site: str, number: int, other: Harvest, most: int = 12) -> list[Overlap]:
-    """The components of ``other`` with the largest overlap with a component of ``one``, of harvests of the same rows;
-    those without any are left out. Chosen at up to `PLACES` of its firings, a uniform sample of them."""
+    """Returns the components of ``other`` with the largest overlap with a component of ``one``, for harvests of the
+    same rows; components without overlap are left out. They are chosen at up to `PLACES` of its firings, a uniform
+    sample.
+    """
     places = one.firing_places(site, number)
     firing, n_read = other.firing_at(places[:PLACES])
     found, both = np.unique(firing, return_counts=True)
@@ -59,7 +63,7 @@ def nearest_by_firing(one: Harvest, site: str, number: int, other: Harvest, most
 
 
 def overlap(one: Harvest, site: str, number: int, other: Harvest, other_site: str, other_number: int) -> float:
-    """The Jaccard index of where two components fire, as of `pair_overlaps`."""
+    """Returns the Jaccard index of the positions at which two components fire, as in `pair_overlaps`."""
     mine, theirs = one.firing_places(site, number), other.firing_places(other_site, other_number)
     both = np.asarray(len(np.intersect1d(mine, theirs)))
     return float(_jaccard(both, np.asarray(len(mine)), np.asarray(len(theirs))))

@@ -1,4 +1,4 @@
-"""What determines a harvest: kept in its folder, and the same in every process."""
+"""Describes what determines a harvest. The plan is kept in its folder, and is the same in every process."""
 
 import hashlib
 import json
@@ -10,22 +10,23 @@ from typing import Any
 from param_decomp_lab.safe_io.printable import printable
 
 HARVESTS = "harvests"
-"""Folder of a run's harvests, in its own."""
+"""The subfolder of a run with its harvests."""
 FORMAT = 2
-"""New harvests have it. Format 1 ranked the top examples by λ, equal ones at random, and did not count
-``firings_at_one``."""
+"""The format of new harvests. Format 1 ranked the top examples by λ, with ties broken at random, and did not count
+``firings_at_one``.
+"""
 READABLE = (1, 2)
 LARGEST = 1 << 40
 """Largest number in a plan."""
 MOST_INPUTS = 1 << 24
 NAMES = ("run", "name")
 NAME = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
-"""What names of runs and sites look like: they are parts of addresses."""
+"""The pattern of names of runs and sites, which become parts of URLs."""
 
 
 @dataclass(frozen=True)
 class PlannedSite:
-    """``number``: in the run's canonical order, which random keys depend on."""
+    """A harvested site. ``number``: its place in the run's canonical order, on which random keys depend."""
 
     name: str
     number: int
@@ -38,9 +39,9 @@ class PlannedSite:
 class HarvestPlan:
     """What determines a harvest to its last bit, apart from the run and the data themselves.
 
-    ``rows`` of ``length`` positions are read, ``block_rows`` at a time; ``available`` rows are there. ``inputs``:
+    ``rows`` of ``length`` positions are read, ``block_rows`` at a time, out of ``available`` rows. ``inputs``:
     ``tokens`` or ``features``, ``n_inputs`` different ones. ``around``: positions kept to each side of an example.
-    ``sampled``: positions of each block at which all that fires is kept, with ``outputs`` predictions.
+    ``sampled``: positions of each block at which all firings are kept, with ``outputs`` predictions.
     """
 
     run: str
@@ -76,12 +77,12 @@ class HarvestPlan:
         return math.ceil(self.rows / self.block_rows)
 
     def rows_of_block(self, block: int) -> range:
-        """Numbers of the block's rows in the harvest; the last block may have fewer."""
+        """Returns the indices of the block's rows in the harvest; the last block may have fewer rows."""
         return range(block * self.block_rows, min(self.rows, (block + 1) * self.block_rows))
 
     @classmethod
     def from_json(cls, raw: Any) -> "HarvestPlan":
-        """TypeError, KeyError or ValueError for what is none: a file that somebody else may have made."""
+        """Reads a plan. Raises TypeError, KeyError or ValueError for anything else, since the file is untrusted."""
         if type(raw["format"]) is not int or raw["format"] not in READABLE:
             raise ValueError(f"its format is {raw['format']}, this version reads {' and '.join(map(str, READABLE))}")
         sites = tuple(

@@ -1,6 +1,6 @@
-"""Reading a harvest: what is known of a component, without loading what is known of the others.
+"""Reads what a harvest knows about a component, without loading the data of the others.
 
-Nothing here needs JAX. Files are read as of others: bounded, and one `UserError` for what is missing or damaged.
+Needs no JAX. Files are treated as untrusted: reads are bounded, and missing or damaged files raise a `UserError`.
 """
 
 import hashlib
@@ -52,21 +52,22 @@ DAMAGE = (
     *(OSError, pa.ArrowException, LookupError, ValueError, TypeError),
     *(MemoryError, OverflowError, EOFError),
 )
-"""What reading a damaged file raises."""
+"""Errors that reading a damaged file can raise."""
 MOST_POSITIONS = 256
 """Sampled positions at which co-firing components and outputs are counted: a uniform sample of the firings."""
 MOST_MEMBERS = 1 << 18
 BY_CHANCE = 32
-"""Among so many positions, once is by chance: such components are left out."""
+"""From this number of positions on, components that fire there only once are left out, since that happens by chance."""
 SITES_SHOWN = 24
 """Sites that a notebook shows of a harvest."""
 FILES_OPEN = 256
-"""Tables of sites that stay open: looking into one again is much faster."""
+"""The number of tables of sites that stay open, because reading one again is then much faster."""
 
 
 class Summary(NamedTuple):
-    """All components of a site: densities, means over all positions and largest values of λ and ``|a|``, and the tokens
-    that tell the most (-1 where there are fewer)."""
+    """All components of a site: densities, means over all positions and largest values of λ and ``|a|``, and the most
+    informative tokens (-1 fills up).
+    """
 
     firings: Int64[np.ndarray, " C"]
     density: Float64[np.ndarray, " C"]
@@ -90,17 +91,18 @@ FOUND = pa.schema(
 )
 """Columns of `Harvest.find`."""
 MEANS = {"density": "firings", "importance_mean": "importance_sum", "activation_mean": "activation_sum"}
-"""Columns of `Harvest.components` that are those of the file, divided by the number of positions."""
+"""Columns of `Harvest.components` that are columns of the file divided by the number of positions."""
 
 
 class NumberList:
-    """Whole numbers in an `.npy` file, of which parts are read as they are asked for; nothing is mapped, so that what
-    was read once does not stay in memory."""
+    """Integers in an `.npy` file, of which parts are read on demand. The file is not memory-mapped, so parts that were
+    read do not stay in memory.
+    """
 
     def __init__(self, file: Path) -> None:
         try:
             mapped = np.load(regular_file(file, "a list of numbers"), mmap_mode="r", allow_pickle=False)
-        except (TokenError, SyntaxError, RecursionError) as error:  # of a header that is not Python
+        except (TokenError, SyntaxError, RecursionError) as error:  # from a header that is not Python
             raise ValueError(f"not an array: {error}") from error
         if mapped.ndim != 1 or mapped.dtype.kind != "i":
             raise ValueError("not a list of whole numbers")
@@ -124,9 +126,9 @@ class NumberList:
 
 
 class Harvest:
-    """A finished harvest, in ``folder``. Raises UserError where that holds none, or a damaged one.
+    """A finished harvest, in ``folder``. Raises UserError if the folder has none, or a damaged one.
 
-    ``plan``: what was read. Sites are given by name, components by number.
+    ``plan``: what was read. Sites are identified by name, components by number.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -143,14 +145,16 @@ class Harvest:
         self._file = lru_cache(maxsize=8)(self._open)
         self._table = lru_cache(maxsize=FILES_OPEN)(self._open_table)
         self._component_row = lru_cache(maxsize=64)(self._row_of)
-        # The next component is mostly in the same ones, of a few MB each.
+        # The next component is usually in the same row groups, of a few MB each.
         self._row_group = lru_cache(maxsize=len(GROUPS))(self._read_row_group)
 
     # --- tables of a site ---
 
     def components(self, site: str, columns: Sequence[str] | None = None) -> pa.Table:
-        """All components of a site, a row each: firings, sums, maxima, norms, histograms (`tables.py:COMPONENTS`), and
-        ``density``, ``importance_mean``, ``activation_mean``: means over all positions. ``columns``: those to read."""
+        """Returns all components of a site, one row for each: firings, sums, maxima, norms, histograms
+        (`tables.py:COMPONENTS`), and ``density``, ``importance_mean``, ``activation_mean``: means over all positions.
+        ``columns``: those to read.
+        """
         wanted = [*COMPONENTS.names, *MEANS] if columns is None else list(columns)
         stored = dict.fromkeys(MEANS.get(name, name) for name in wanted)
         with self._reading("components", site) as file:
@@ -161,7 +165,7 @@ class Harvest:
             return table.select(wanted)
 
     def summary(self, site: str) -> Summary:
-        """What a list of a site's components shows, as arrays over them."""
+        """Returns what a list of a site's components shows, as arrays over components."""
         names = ["firings", "importance_sum", "importance_max", "activation_sum", "activation_max", "tokens"]
         with self._reading("components", site) as file:
             table = file.read(columns=names, use_threads=False)
@@ -178,13 +182,15 @@ class Harvest:
         )  # fmt: skip
 
     def densities(self, site: str) -> np.ndarray:
-        """Share of the positions at which each component of a site fires."""
+        """Returns the density of each component of a site."""
         return np.asarray(self.components(site, ["firings"])["firings"]) / self.plan.n_positions
 
     # --- one component ---
 
     def component(self, site: str, number: int) -> dict[str, Any]:
-        """A row of `components`, and the means: of λ and ``|a|`` over all positions, and of ``|a|`` where it fires."""
+        """Returns a row of `components` and the means: of λ and ``|a|`` over all positions, and of ``|a|`` over the
+        firings.
+        """
         row = self._component_row(site, number)
         n, f = self.plan.n_positions, row["firings"]
         return row | {
@@ -195,7 +201,7 @@ class Harvest:
         }
 
     def read(self, site: str, number: int) -> KnownComponent:
-        """Everything about a component that a person looks at first; a notebook shows it as a card."""
+        """Returns everything about a component that people look at first; a notebook shows it as a card."""
         history = self.labels.history(site, number)
         return KnownComponent(
             site, number, self.component(site, number), history[0].text if history else "",
@@ -204,9 +210,10 @@ class Harvest:
         )  # fmt: skip
 
     def examples(self, site: str, number: int, most: int | None = None) -> list[Example]:
-        """Firings of largest ``λ · |a|``, best first (``top``; of both signs of a, where it has both), then a uniform
-        sample of all in random order (``uniform``). Harvests of format 1 have those of largest λ as ``top``. ``most``:
-        that many of those of largest ``λ · |a|`` alone, which are read much faster than all."""
+        """Returns the firings of largest ``λ · |a|``, best first (``top``; of both signs of a, if it has both), then a
+        uniform sample of all in random order (``uniform``). In harvests of format 1, ``top`` are those of largest λ.
+        ``most``: returns only this number of ``top`` examples, which is much faster.
+        """
         rows = self._rows("examples", site, number).to_pylist()
         with self._damage(self.folder):
             if most is not None:
@@ -215,9 +222,10 @@ class Harvest:
             return [self._example(row) for row in sorted(rows, key=lambda row: row["kind"])]
 
     def tokens(self, site: str, number: int) -> pa.Table:
-        """The inputs where a component fires, the most frequent first: ``token``, its name ``text``, ``n`` (the count),
-        ``total`` (how often it occurs at all), ``precision`` n/f, ``recall`` n/t, ``lift`` (n/f)/(t/N), ``pmi``
-        ln(nN/(ft))."""
+        """Returns the inputs where a component fires, the most frequent first: ``token``, its name ``text``, ``n`` (the
+        count), ``total`` (how often it occurs overall), ``precision`` n/f, ``recall`` n/t, ``lift`` (n/f)/(t/N),
+        ``pmi`` ln(nN/(ft)).
+        """
         rows = self._rows("tokens", site, number)
         with self._damage(self.folder):
             f, N = self.component(site, number)["firings"], self.plan.n_positions
@@ -237,13 +245,13 @@ class Harvest:
         return self._with_names(rows)
 
     def co_firing(self, site: str, number: int, most: int = 30) -> pa.Table:
-        """The components of any site that fire where this one does, by n · PMI: those that are there more often than
-        by chance, and often.
+        """Returns the co-firing components of all sites, ordered by n · PMI, which favours those that fire there often
+        and more often than by chance.
 
-        Counted at up to `MOST_POSITIONS` of its firings at the sampled positions, fewer if more than `MOST_MEMBERS`
-        components fire there together: ``n`` of ``of``. ``precision``:
-        P(that fires | this fires) = n/of. ``recall``: P(this fires | that fires), from it and the firings of both, as
-        are ``jaccard`` and ``pmi``.
+        They are counted at up to `MOST_POSITIONS` of its firings at the sampled positions, or fewer if more than
+        `MOST_MEMBERS` components fire there in total: ``n`` out of ``of``. ``precision``: P(that fires | this fires) =
+        n/of. ``recall``: P(this fires | that fires), computed from precision and the firings of both, as are
+        ``jaccard`` and ``pmi``.
         """
         me = self.index.number_of(site, number)
         places = self._firing_places(me)
@@ -256,7 +264,7 @@ class Harvest:
         pmi = np.log(n / of * N / np.maximum(self._firings[other], 1))
         score = n * pmi
         best = np.arange(len(score))
-        if len(score) > most:  # what is surely not among them need not be sorted
+        if len(score) > most:  # what is certainly not among them need not be sorted
             best = np.flatnonzero(score >= np.partition(score, -most)[-most])
         order = best[np.lexsort((other[best], -score[best]))][:most]
         other, n, pmi = other[order], n[order].astype(float), pmi[order]
@@ -281,9 +289,10 @@ class Harvest:
     """The name of `co_firing` until November 2026."""
 
     def outputs(self, site: str, number: int, most: int = 10) -> pa.Table:
-        """What the target predicts more where a component fires: ``token``, its name ``text``, ``mean`` there,
-        ``everywhere``, by their difference. Means over the same positions as of `co_firing`; what is not among the
-        largest predictions of a position counts as 0."""
+        """Returns what the target predicts more where a component fires: ``token``, its name ``text``, ``mean`` there,
+        and ``everywhere``, ordered by their difference. Means are over the positions of `co_firing`; tokens that are
+        not among the largest predictions of a position count as 0.
+        """
         with self._damage(self.folder):
             here = self._mean_outputs(self._firing_places(self.index.number_of(site, number)))
             everywhere = self._outputs_everywhere
@@ -292,15 +301,16 @@ class Harvest:
         return self._with_names(pa.table({"token": order, "mean": here[order], "everywhere": everywhere[order]}))
 
     def weights(self, site: str, number: int) -> dict[str, Any]:
-        """The neurons of which V and U are made (largest cosines), and the tokens that U raises and lowers most, where
-        the site writes to the residual stream."""
+        """Returns the neurons of which V and U consist (largest cosines) and, if the site writes to the residual
+        stream, the tokens that U raises and lowers most.
+        """
         return self._only_row("weights", site, number)
 
     # --- finding components ---
 
     @cached_property
     def labels(self) -> Labels:
-        """The labels of the run's components at this step: empty where nobody has labelled any."""
+        """The labels of the run's components at this step; empty if there are none."""
         folder = self.folder.resolve()
         return Labels(folder.parent.parent if folder.parent.name == HARVESTS else folder, self.plan.step)
 
@@ -312,16 +322,16 @@ class Harvest:
         sites: str | Sequence[str] | None = None,
         most: int = 50,
     ) -> pa.Table:
-        """Components that fire on a token, or whose label contains a text, the best match first.
+        """Finds components that fire on a token, or whose label contains a text, the best match first.
 
-        ``token``: a token's id, or its text, whatever spaces surround it and in any case; if no token is this text,
-        those that contain it; of a toy, the number of a feature. ``label``: in any case. Where both are given, both
-        must fit. ``sites``: names or patterns; None for all.
+        ``token``: a token's id, or its text, ignoring case and surrounding spaces; if no token has this text, those
+        that contain it; for a toy, the number of a feature. ``label``: ignores case. If both are given, both must
+        match. ``sites``: names or patterns; None for all.
 
-        Columns: ``site``, ``component``, ``label`` (empty without one), ``tokens`` (those that tell the most),
+        Columns: ``site``, ``component``, ``label`` (empty without one), ``tokens`` (the most informative ones),
         ``density``, ``importance_mean``, ``match`` (the share of the firings that are on the token, times the logarithm
-        of how far it is raised there; 0 if no token is given). Raises UserError where nothing is asked for, for an
-        unknown site, and for a token that is not in the vocabulary.
+        of its lift; 0 if no token is given). Raises UserError if neither is given, for an unknown site, and for a token
+        that is not in the vocabulary.
         """
         if token is None and not label:
             raise UserError("find: give token=…, label=…, or both")
@@ -366,8 +376,9 @@ class Harvest:
     # --- groups and averages ---
 
     def sampled_firings(self) -> tuple[Int64[np.ndarray, " C_plus_1"], Int32[np.ndarray, " firings"]]:
-        """Where every component fires among the sampled positions: ends of the components, numbered through all sites,
-        and places from 0 to `n_sampled` - 1, ascending."""
+        """Returns where every component fires among the sampled positions: the ends of the components, numbered across
+        all sites, and the places from 0 to `n_sampled` - 1, ascending.
+        """
         with self._damage(self.folder):
             ends, members = self._lists["components"]
             found, places = ends.read(0, len(ends)).astype(np.int64), members.read(0, len(members))
@@ -379,7 +390,9 @@ class Harvest:
 
     @property
     def groups(self) -> Groups:
-        """Components that act together: the newest that `pd cluster` has found. Raises UserError if there are none."""
+        """The groups of components that act together: the newest ones that `pd cluster` has found. Raises UserError if
+        there are none.
+        """
         found = find_groups(self.folder)
         if not found:
             raise UserError(f"{self.folder} has no groups; make them with `pd cluster {self.folder}`")
@@ -387,8 +400,9 @@ class Harvest:
 
     @property
     def averages(self) -> Averages:
-        """How components lead to each other on average: the newest of `pd graph --dataset`. Raises UserError if there
-        are none."""
+        """The average attributions between components: the newest ones of `pd graph --dataset`. Raises UserError if
+        there are none.
+        """
         found = find_averages(self.folder)
         if not found:
             raise UserError(f"{self.folder} has no average attributions; make them with `pd graph RUN --dataset`")
@@ -397,7 +411,7 @@ class Harvest:
     # --- inside ---
 
     def site(self, name: str) -> PlannedSite:
-        """Raises UserError if the harvest has no such site."""
+        """Returns the site of this name. Raises UserError if the harvest has no such site."""
         return self.index.site(name)
 
     def row(self, number: int) -> np.ndarray:
@@ -443,8 +457,8 @@ class Harvest:
             return row
 
     def _rows(self, table: Table, site: str, number: int) -> pa.Table:
-        """The rows of one component."""
-        self.index.number_of(site, number)  # raises for what is not there
+        """Returns the rows of one component."""
+        self.index.number_of(site, number)  # raises if it does not exist
         with self._reading(table, site):
             group = self._row_group(table, site, number // GROUPS[table])
             mine = np.flatnonzero(group["component"].to_numpy() == number)
@@ -489,8 +503,9 @@ class Harvest:
 
     @cached_property
     def vocabulary(self) -> pa.Array | None:
-        """The name of each token, by id; None if the run has no tokenizer. What the file has, made fit to be shown and
-        distinct, as those of older harvests need not be."""
+        """The name of each token, by id; None if the run has no tokenizer. Names from the file are made safe to show
+        and distinct, which those of older harvests may not be.
+        """
         if not (self.folder / VOCABULARY_FILE).is_file():
             return None
         with self._damage(self.folder / VOCABULARY_FILE):
@@ -500,8 +515,9 @@ class Harvest:
             return pa.array(stored_names(texts.to_pylist()), pa.string())
 
     def names(self, inputs: Sequence[int]) -> list[str]:
-        """What inputs are called: tokens by their names, a toy's features by their numbers. Raises UserError for tokens
-        that the vocabulary does not have."""
+        """Returns the names of inputs: names of tokens, or numbers of a toy's features. Raises UserError for tokens
+        that the vocabulary does not have.
+        """
         vocabulary = self.vocabulary
         if vocabulary is None:
             return [f"feature {i}" if self.plan.inputs == "features" else unnamed(i) for i in inputs]
@@ -518,7 +534,9 @@ class Harvest:
 
     @cached_property
     def _lists(self) -> dict[str, tuple[NumberList, NumberList]]:
-        """What fires at each sampled position, and at which of them each component fires: ends, and members."""
+        """Returns the components that fire at each sampled position, and the positions at which each component fires:
+        ends, and members.
+        """
         found = {}
         for name, n in (("positions", self.n_sampled), ("components", len(self._firings))):
             files = [self.folder / f"{name}_{part}.npy" for part in ("ends", "members")]
@@ -530,14 +548,16 @@ class Harvest:
         return found
 
     def firing_places(self, site: str, number: int) -> Int32[np.ndarray, " f"]:
-        """Places, among the sampled positions, of all at which a component fires; at the other sampled positions it
-        does not. The first of them are a uniform sample."""
+        """Returns all places, among the sampled positions, at which a component fires. The first of them are a uniform
+        sample.
+        """
         with self._damage(self.folder):
             return self._firing_places(self.index.number_of(site, number), self.n_sampled)
 
     def site_firings(self, site: str) -> tuple[Int64[np.ndarray, " C_plus_1"], Int32[np.ndarray, " firings"]]:
-        """Where every component of a site fires among the sampled positions: ends of the components, from 0, and
-        places."""
+        """Returns where every component of a site fires among the sampled positions: the ends of the components, from
+        0, and the places.
+        """
         first = self.index.number_of(site, 0)
         with self._damage(self.folder):
             ends, members = self._lists["components"]
@@ -549,9 +569,10 @@ class Harvest:
             return found - found[0], places.astype(np.int32)
 
     def firing_at(self, places: Int32[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, " m"], int]:
-        """The components that fire at some of the sampled positions, by their numbers through all sites, each as often
-        as it does; and at how many of ``places``, from the first, that is: fewer where so many fire at each that they
-        are more than `MOST_MEMBERS`."""
+        """Returns the components that fire at some of the sampled positions, by their numbers across all sites and
+        repeated for each firing, and how many of ``places``, from the first on, were used: fewer if more than
+        `MOST_MEMBERS` firings would be returned.
+        """
         with self._damage(self.folder):
             return self._members_at(places)
 
@@ -567,15 +588,16 @@ class Harvest:
 
     @cached_property
     def sampled_counts(self) -> Int64[np.ndarray, " C"]:
-        """At how many of the sampled positions each component fires, by its number through all sites."""
+        """The number of sampled positions at which each component fires, by its number across all sites."""
         with self._damage(self.folder):
             ends, _ = self._lists["components"]
             return np.diff(ends.read(0, len(ends)).astype(np.int64))
 
     @cached_property
     def rows_digest(self) -> str:
-        """A digest of the rows and of the sampled positions: equal for harvests of the same rows that keep what fires
-        at the same positions."""
+        """A digest of the rows and of the sampled positions: equal for harvests of the same rows that keep the firings
+        at the same positions.
+        """
         digest = hashlib.sha256(f"{self.plan.inputs} {self.plan.rows} {self.plan.length}".encode())
         with self._damage(self.folder / ROWS_FILE):
             file = self._file(ROWS_FILE)
@@ -590,10 +612,10 @@ class Harvest:
     def firing_sample(
         self, site: str, number: int, most: int
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Row, and position in it, of up to ``most`` firings of a component, a uniform sample of all of them.
+        """Returns the row, and the position in it, of up to ``most`` firings of a component, a uniform sample of all.
 
-        They are those at the sampled positions or, where these are fewer, the uniform sample among its examples, which
-        a component that fires rarely has whole.
+        They are the firings at the sampled positions or, if these are fewer, the uniform sample among its examples,
+        which has all firings of a rare component.
         """
         examples = self._rows("examples", site, number)
         with self._damage(self.folder):
@@ -613,7 +635,9 @@ class Harvest:
 
     @cached_property
     def sampled_positions(self) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " s"]]:
-        """Row, and position in it, of every sampled position, in the random order that places count in."""
+        """The row, and the position in it, of every sampled position, in the random order in which
+        places are numbered.
+        """
         with self._damage(self.folder / POSITIONS_FILE):
             table = self._file(POSITIONS_FILE).read(columns=["row", "position"])
             rows, positions = (table[name].to_numpy() for name in ("row", "position"))
@@ -623,14 +647,16 @@ class Harvest:
             return rows, positions
 
     def _firing_places(self, component: int, most: int | None = None) -> np.ndarray:
-        """Places, among the sampled positions, where a component fires; the first are a uniform sample of them."""
+        """Returns the places, among the sampled positions, at which a component fires; the first
+        are a uniform sample.
+        """
         ends, members = self._lists["components"]
         first, last = ends.read(component, component + 2).tolist()
         return members.read(first, max(first, min(last, first + (MOST_POSITIONS if most is None else most))))
 
     @property
     def n_sampled(self) -> int:
-        """Positions with all that fires there kept."""
+        """The number of positions at which all firings are kept."""
         with self._damage(self.folder / POSITIONS_FILE):
             return int(self._file(POSITIONS_FILE).metadata.num_rows)
 

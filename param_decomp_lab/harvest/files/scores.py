@@ -1,4 +1,4 @@
-"""How well labels describe their components, as a language model judged it: a table in the file of the labels."""
+"""Stores how well labels describe their components, as judged by a language model, in a table of the label file."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from param_decomp_lab.harvest.files.plan import HARVESTS
 
 Kind = Literal["detection", "fuzzing", "intruder"]
 CHANCE: dict[Kind, float] = {"detection": 0.5, "fuzzing": 0.5, "intruder": 0.2}
-"""The score of a judge who guesses."""
+"""The expected score of a judge that guesses."""
 _TABLE = """
 CREATE TABLE IF NOT EXISTS scores (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, site TEXT NOT NULL, component INTEGER NOT NULL,
@@ -26,10 +26,11 @@ _COLUMNS = "kind, judge, draws, label, score, standard_error, asked, unanswered"
 
 
 class Score(NamedTuple):
-    """A score of one component. ``draws``: what the texts were drawn from, and how. ``label``: the one that was judged;
-    empty for ``intruder``, which needs none. ``score``, ``standard_error``: None where the harvest has too few texts,
-    or nothing usable was answered. ``asked``: texts or groups of texts that were judged; ``unanswered``: of these,
-    those without a usable answer."""
+    """A score of one component. ``draws``: from what, and how, the texts were drawn. ``label``: the judged label; empty
+    for ``intruder``, which needs none. ``score``, ``standard_error``: None if the harvest has too few texts, or if no
+    answer was usable. ``asked``: the number of texts or groups of texts that were judged; ``unanswered``: how many of
+    these got no usable answer.
+    """
 
     kind: Kind
     judge: str
@@ -48,7 +49,7 @@ class Scores:
         self.file, self._step = run_folder / HARVESTS / LABELS_FILE, step
 
     def of_component(self, site: str, component: int) -> list[Score]:
-        """The newest by kind, judge and label."""
+        """Returns the newest scores by kind, judge and label."""
         query = (
             f"SELECT {_COLUMNS} FROM ({_NEWEST} AND site = ? AND component = ? GROUP BY kind, judge, label) "
             "ORDER BY kind, judge"
@@ -56,7 +57,7 @@ class Scores:
         return [_score(row) for row in read_rows(self.file, "scores", query, self._step, site, component)]
 
     def by_judge(self, kind: Kind, judge: str, draws: str) -> dict[tuple[str, int], Score]:
-        """By site and component, the newest that this judge gave for the same draws."""
+        """Returns, by site and component, the newest score that this judge gave for the same draws."""
         query = (
             f"SELECT site, component, {_COLUMNS} FROM ({_NEWEST} AND kind = ? AND judge = ? AND draws = ? "
             "GROUP BY site, component)"
@@ -65,7 +66,7 @@ class Scores:
         return {(site, component): _score(row) for site, component, *row in rows}
 
     def keep(self, site: str, component: int, score: Score) -> None:
-        """Raises CannotWrite."""
+        """Saves a score. Raises CannotWrite."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         with changing(self.file, _TABLE, "the score") as database:
             database.execute(
@@ -75,7 +76,7 @@ class Scores:
 
 
 def _score(row: Sequence[Any]) -> Score:
-    """From a file that somebody else may have written: SQLite keeps what it is given, whatever the column says."""
+    """Makes a score from an untrusted row: SQLite does not enforce the types of columns."""
     kind, *texts, score, error, asked, unanswered = row
     judge, draws, label = map(str, texts)
     share, standard_error = (

@@ -1,4 +1,4 @@
-"""Which components of a site fire on some tokens, by how much of their firings is on them."""
+"""Finds the components of a site that fire on some tokens, ordered by the share of their firings on these."""
 
 from pathlib import Path
 
@@ -14,14 +14,16 @@ from param_decomp_lab.safe_io.files import regular_file
 from param_decomp_lab.safe_io.printable import printable
 
 MATCHED_SHARE = 0.02
-"""A component is found by a token that is at this share of its firings, and more often than elsewhere."""
+"""A component matches a token that accounts for this share of its firings, and is more frequent there than elsewhere.
+"""
 TOKENS_MATCHED = 200
 ENGINE_MEMORY = "200MB"
 
 
 def matching_tokens(vocabulary: pa.Array | None, n_inputs: int, search: str) -> Int[np.ndarray, " n"]:
-    """Tokens that are this text, whatever space surrounds them and in any case; if there is none, those that contain
-    it. Without a vocabulary, the input of this number."""
+    """Returns the tokens that equal this text, ignoring case and surrounding spaces; if there are none, those that
+    contain it. Without a vocabulary, returns the input of this number.
+    """
     if vocabulary is None:
         return np.asarray([int(search)] if search.isdecimal() and int(search) < n_inputs else [], int)
     words = pc.utf8_lower(vocabulary)
@@ -39,8 +41,8 @@ def match_by_tokens(
     input_totals: Int[np.ndarray, " inputs"],
     n_positions: int,
 ) -> Float[np.ndarray, " C"]:
-    """How well each component of a site fits these tokens: the share of its firings that are on them, as far as it is
-    raised there; 0 where it does not fit.
+    """Returns how well each component of a site matches these tokens: the share of its firings that are on them,
+    weighted by their lift; 0 if it does not match.
 
     ``file``: the site's table of tokens. ``firings``: of each component. ``input_totals``: how often each input occurs.
     Raises UserError if the file is damaged.
@@ -50,7 +52,7 @@ def match_by_tokens(
         return found
     path = regular_file(file, "the tokens")
     try:
-        # One for each search: a connection that is still open when Python ends is reported as a leak.
+        # Each search has its own connection, because one that is still open when Python exits is reported as a leak.
         with duckdb.connect(config={"memory_limit": ENGINE_MEMORY, "threads": 2}) as engine:
             query = "SELECT component, token, n FROM read_parquet(?) WHERE token = ANY(?)"
             rows = engine.execute(query, [str(path), tokens.tolist()]).fetchnumpy()

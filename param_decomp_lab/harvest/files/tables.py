@@ -1,7 +1,7 @@
-"""Tables of a harvest: their files, their columns, and how the components of a site are cut into row groups.
+"""Defines the tables of a harvest: their files, their columns, and the row groups of a site's components.
 
-Each site has a file of every kind, sorted by component. A row group has the rows of `GROUPS` components, so that what
-is known of one component is read from one row group, whose number follows from the component's.
+Each site has a file of every kind, sorted by component. A row group has the rows of `GROUPS` components, so the data of
+one component are read from one row group, whose number follows from the component's.
 """
 
 from pathlib import Path
@@ -10,19 +10,21 @@ from typing import Literal
 import pyarrow as pa
 
 IMPORTANCE_BINS = 20
-"""Bins of equal width over (0, 1], of λ where a component fires."""
+"""The number of equal bins over (0, 1] for λ where a component fires."""
 OCTAVES = range(-12, 12)
 """Bins of ``|a|`` where a component fires: from 2^o to 2^(o+1), the first and the last open."""
 ACTIVATION_BINS = 2 * len(OCTAVES)
-"""The bins of negative activations, largest first, then those of positive ones."""
+"""The number of bins: those of negative activations, largest first, then those of positive ones."""
 AT_ONE = 0.999
-"""λ from here up counts as 1."""
+"""λ from here on counts as 1."""
 TOP_TOKENS = 4
 RARE_TOKEN = 10
-"""Tokens that occur less often are raised by chance."""
+"""Tokens that occur less often can have a large lift by chance."""
 Table = Literal["components", "examples", "tokens", "weights"]
 GROUPS: dict[Table, int] = {"components": 2048, "examples": 512, "tokens": 512, "weights": 512}
-"""Components of a row group. All rows of `components` are read for a list, and cheap; of the others one group is."""
+"""Components in a row group. A list reads all rows of `components`, which are small; of the other tables, one row group
+is read.
+"""
 
 COMPONENTS = pa.schema(
     [
@@ -42,8 +44,9 @@ COMPONENTS = pa.schema(
     ]
 )
 """``firings_at_one``: the firings with λ of `AT_ONE` or more; harvests of format 1 lack the column (`schema_of`). Sums
-are over all positions, except ``firing_activation_sum``; activations enter them by their absolute value.
-``tokens``: up to `TOP_TOKENS` that tell the most of a component, by n · PMI; -1 where there are fewer."""
+are over all positions, except ``firing_activation_sum``; activations enter them by their absolute value. ``tokens``:
+the up to `TOP_TOKENS` most informative tokens of a component, by n · PMI; -1 fills up.
+"""
 
 EXAMPLES = pa.schema(
     [
@@ -58,8 +61,9 @@ EXAMPLES = pa.schema(
         ("activations", pa.binary()),
     ]
 )
-"""``importances``: a byte for each position around, λ in 255ths. ``activations``: a signed byte, in 127ths of
-``scale``, the largest |a| among them."""
+"""``importances``: a byte for each position of the context, λ in 255ths. ``activations``: a signed byte, in 127ths of
+``scale``, the largest |a| among them.
+"""
 
 TOKENS = pa.schema([("component", pa.int32()), ("token", pa.int32()), ("n", pa.int64())])
 
@@ -96,11 +100,11 @@ ROWS_FILE = "rows.parquet"
 INPUTS_FILE = "inputs.parquet"
 POSITIONS_FILE = "positions.parquet"
 FIRINGS_FILE = "firings.npy"
-"""Firings of every component, numbered through the sites."""
+"""The file with the firings of every component, numbered across all sites."""
 VOCABULARY_FILE = "vocabulary.parquet"
-"""The name of each token, by id; missing if the run has no tokenizer."""
+"""The file with the name of each token, by id; missing if the run has no tokenizer."""
 
 
 def table_file(folder: Path, table: Table, site: int) -> Path:
-    """``site``: its number among those of the harvest."""
+    """Returns the file of a table. ``site``: its number among those of the harvest."""
     return folder / table / f"{site}.parquet"

@@ -1,4 +1,4 @@
-"""How often each component is active, and how many never are."""
+"""Draws how often each component is active, and how many never are."""
 
 from collections.abc import Mapping
 
@@ -13,10 +13,10 @@ BINS_PER_DECADE = 5
 
 
 def activation_density(densities: Mapping[str, Float[np.ndarray, "C"]]) -> Figure:
-    """Histogram over components of the share of positions at which λ exceeds the threshold, log x.
+    """Draws a histogram over components of the share of positions at which λ exceeds the threshold, with a log x axis.
 
     ``densities``: site name -> one share in [0, 1] per component. Components that are never active (share exactly 0:
-    dead) have a bar of their own at the left.
+    dead) have a separate bar at the left.
     """
     grid = site_grid(
         list(densities),
@@ -40,7 +40,8 @@ def activation_density(densities: Mapping[str, Float[np.ndarray, "C"]]) -> Figur
         axes.set_xlim(zero_left * 0.6, 1.3)
         axes.stairs(counts, edges, fill=True, color=BLUE)
         axes.stairs([dead], [zero_left, zero_right], fill=True, color=VERMILION)
-        # The dead are often nearly all: their bar may leave the panel, its number beside it, to keep the rest visible.
+        # Often, nearly all components are dead. Their bar may then leave the panel, with its number beside it, to keep
+        # the others visible.
         top = max(1.35 * int(counts.max(initial=0)), min(dead, 4) * 1.25, 1.25)
         axes.set_ylim(0, top)
         middle = (zero_left * zero_right) ** 0.5

@@ -1,4 +1,4 @@
-"""How many components are active at each position of a row."""
+"""Draws how many components are active at each position of a row."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,9 @@ SIZE = 7.5
 
 
 def active_per_position(counts: Float[np.ndarray, "T thresholds"], thresholds: Sequence[float]) -> Figure:
-    """A line for each of up to three thresholds: the number of components of all sites with λ above it, mean over rows,
-    at each position."""
+    """Draws a line for each of up to three thresholds: the number of components of all sites with λ above it at each
+    position, averaged over rows.
+    """
     width, height = 6.4, 3.7
     figure = Figure(figsize=(width, height), dpi=110, facecolor="white")
     FigureCanvasAgg(figure)

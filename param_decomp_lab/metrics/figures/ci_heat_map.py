@@ -1,4 +1,4 @@
-"""Which components of each site are important at which token."""
+"""Draws which components of each site are important at which token."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -31,21 +31,22 @@ from param_decomp_lab.metrics.ground_truth import OFF_ABOVE, ON_BELOW
 LINE = 10
 """Height in pixels of a position whose token is written beside it."""
 MOST_NAMED = 96
-"""Positions in a map whose tokens are written: with more of them a map is higher than a screen."""
+"""The most positions of a map whose tokens are written: with more, a map would be higher than a screen."""
 FEW_SITES = 32
-"""With more sites than this the maps are smaller, and no token is written."""
+"""With more sites than this, the maps are smaller and have no tokens."""
 LONGEST = 9
-"""Characters of a token that fit beside a map."""
+"""The number of characters of a token that fit beside a map."""
 
 
 def ci_heat_map(
     sites: Mapping[str, tuple[Integer[np.ndarray, "n"], Float[np.ndarray, "rows T n"]]],
     tokens: Sequence[Sequence[str]] | None,
 ) -> Figure:
-    """Heat maps of λ, position x component, the rows below one another.
+    """Draws heat maps of λ, position x component, with the rows below each other.
 
-    ``sites``: site name -> the components' numbers in the order of the columns, and their λ. ``tokens``: of the same
-    rows and positions, written beside the leftmost maps where there are few sites and positions; None: positions alone.
+    ``sites``: site name -> the components' numbers in the order of the columns, and their λ. ``tokens``: those of the
+    same rows and positions, written beside the leftmost maps if there are few sites and positions; None shows only
+    positions.
     """
     n_rows, n_positions, _ = next(iter(sites.values()))[1].shape
     lines = n_rows * n_positions
@@ -79,7 +80,7 @@ def ci_heat_map(
         title_axes(
             axes, name, f"{above:.3g} of these {values.shape[1]} above {OFF_ABOVE} per position", FONT_SIZE + 0.5
         )
-    # Long enough for its labels to stay apart beside a map of any height.
+    # Long enough that its labels do not overlap beside a map of any height.
     width, height = figure.get_size_inches() * DPI
     top = stacks[0][0].get_position().y1
     bar = figure.add_axes(((width - 60) / width, top - 150 / height, 10 / width, 150 / height))
@@ -89,7 +90,9 @@ def ci_heat_map(
 
 
 def _size(lines: int, columns: int, named: bool, many: bool) -> HeatMap:
-    """The size of a site's map: a line for every token that is named, else as high and wide as others, or half."""
+    """Returns the size of a site's map: a line for every named token, else the usual size, or half of it for many
+    sites.
+    """
     widest, highest = (MAX_WIDTH // 2, MAX_HEIGHT // 2) if many else (MAX_WIDTH, MAX_HEIGHT)
     columns_per_cell, rows_per_cell = ceil(columns / widest), 1 if named else ceil(lines / highest)
     cells_x, cells_y = ceil(columns / columns_per_cell), ceil(lines / rows_per_cell)
@@ -106,7 +109,7 @@ def _name_tokens(axes: Axes, tokens: Sequence[str]) -> None:
 
 
 def _number_positions(axes: Axes, n_rows: int, n_positions: int, size: HeatMap) -> None:
-    """The first position of every row, and round numbers between."""
+    """Labels the first position of every row, and round numbers between."""
     per_row = max(1, round(size.height / n_rows / 24))
     step = next((s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500) if n_positions / s <= per_row), n_positions)
     places = [
@@ -126,5 +129,5 @@ def _font() -> FT2Font:
 
 
 def _drawable(text: str) -> str:
-    """The text with a box for what the font of figures does not have."""
+    """Returns the text with boxes for characters that the font of figures lacks."""
     return "".join(c if _font().get_char_index(ord(c)) else "□" for c in text)

@@ -1,4 +1,4 @@
-"""How the causal importances of every site are distributed."""
+"""Draws the distribution of the causal importances of every site."""
 
 from collections.abc import Mapping
 
@@ -15,11 +15,12 @@ def ci_histograms(
     edges: Float[np.ndarray, "bins+1"],
     of_experts: str = "Of experts, over the positions that take them.",
 ) -> Figure:
-    """Histogram of the lower causal importances λ of each site over all components and positions, log count.
+    """Draws a histogram of the lower causal importances λ of each site over all components and positions, with log
+    counts.
 
     ``counts``: site name -> number of (position, component) pairs in every bin; ``edges``: the bins' limits, shared.
-    ``of_experts``: added to the subtitle where some sites are experts'.
-    A healthy decomposition has nearly everything in the first bin and a separate heap at 1.
+    ``of_experts``: added to the subtitle if some sites are experts'. A healthy decomposition has nearly everything in
+    the first bin and a separate heap at 1.
     """
     grid = site_grid(
         list(counts),

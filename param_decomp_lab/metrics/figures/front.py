@@ -1,4 +1,4 @@
-"""Runs by L0 and error, and the front: those that no other run beats in both."""
+"""Draws runs by L0 and error, and the front: the runs that no other run beats in both."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,15 @@ from param_decomp_lab.metrics.figures.style import BLUE, INK, QUIET, VERMILION, 
 
 SIZE = 7.5
 FEW = 16
-"""Up to so many runs are named in the figure."""
+"""The most runs that are named in the figure."""
 
 
 def front_of_runs(
     points: Sequence[tuple[str, float, float]], front: Sequence[tuple[float, float]], error: str, unit: str
 ) -> Figure:
-    """``points``: label, L0 and error of each run. ``front``: L0 and error of the runs on the front, by L0, which a
-    line joins. ``error``, ``unit``: what the vertical axis has."""
+    """Draws the runs. ``points``: label, L0 and error of each run. ``front``: L0 and error of the runs on the front, by
+    L0, joined by a line. ``error``, ``unit``: of the vertical axis.
+    """
     width, height = 6.4, 4.0
     figure = Figure(figsize=(width, height), dpi=110, facecolor="white")
     FigureCanvasAgg(figure)

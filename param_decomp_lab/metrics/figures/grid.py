@@ -1,4 +1,4 @@
-"""One panel per site on a grid that is readable for 1 site and for 224."""
+"""Makes a grid with one panel for each site that is readable for 1 site and for 224."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from param_decomp_lab.metrics.figures.style import INK, QUIET, style_axes
 
 MAX_COLUMNS = 8
 MANY = 24
-"""With more sites than this the panels get smaller."""
+"""With more sites than this, the panels are smaller."""
 
 
 @dataclass(frozen=True)
 class SiteGrid:
     """A figure with ``panels[i]`` the axes of site i (from left to right where a site has several).
 
-    ``bottom[i]`` and ``left[i]`` say whether nothing lies below it, or beside it to the left: who carries tick labels.
+    ``bottom[i]`` and ``left[i]`` say whether there is no panel below it, or to its left, so that it needs tick labels.
     ``size`` is the font size in points.
     """
 
@@ -32,9 +32,10 @@ class SiteGrid:
 
 
 def site_grid(names: Sequence[str], title: str, subtitle: str, *, panels: int = 1, share_y: bool = False) -> SiteGrid:
-    """An empty grid for the sites ``names`` in canonical order, ``panels`` axes beside each other for each of them.
+    """Returns an empty grid for the sites ``names`` in canonical order, with ``panels`` axes beside each other for each
+    site.
 
-    Errors: at least one site is needed. With ``share_y`` only the leftmost panels keep their y labels.
+    At least one site is required. With ``share_y``, only the leftmost panels keep their y labels.
     """
     assert names, "a figure needs at least one site"
     columns = n_columns(names)
@@ -85,12 +86,16 @@ def site_grid(names: Sequence[str], title: str, subtitle: str, *, panels: int = 
 
 
 def if_experts(names: Iterable[str], sentence: str) -> str:
-    """`` sentence`` if some of the sites are matrices of experts, which exist only where a token takes the expert."""
+    """Returns `` sentence`` if some of the sites are matrices of experts, which exist only where a token takes the
+    expert.
+    """
     return f" {sentence}" if any(".experts." in name for name in names) else ""
 
 
 def n_columns(names: Sequence[str]) -> int:
-    """Columns of the grid: whole layers to a row where every layer has the same kinds of site, else about a square."""
+    """Returns the number of columns of the grid: whole layers in a row if every layer has the same kinds of sites, else
+    about a square.
+    """
     kinds = [name.rsplit(".", 1)[-1] for name in names]
     period = len(set(kinds))
     if period <= MAX_COLUMNS and len(names) % period == 0 and kinds == kinds[:period] * (len(names) // period):

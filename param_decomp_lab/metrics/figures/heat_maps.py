@@ -1,4 +1,4 @@
-"""A grid of heat maps, one stack per site, whose cells are whole pixels."""
+"""Draws a grid of heat maps, one stack for each site, whose cells are whole pixels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,21 +21,23 @@ DPI = 110
 MAX_WIDTH, MAX_HEIGHT = 520, 310
 """The largest size of one map, in pixels."""
 MIN_HEIGHT = 120
-"""The least height of a row of stacks, and of a map with many more columns than rows where that can be."""
+"""The least height of a row of stacks and, if possible, of a map with many more columns than rows."""
 MAX_CELL = 36
-"""Side of a cell in pixels, where the matrix is small."""
+"""Side of a cell in pixels, if the matrix is small."""
 MIN_CELL_HEIGHT = 3
-"""Where there is room: a lone cell of one pixel is easily overlooked."""
+"""The least height of a cell if there is room, since a lone cell of one pixel is easily overlooked."""
 MIN_STACK_WIDTH = 300
-"""Pixels that a stack takes at least: its line of detail is longer than a map of 5 columns is wide."""
+"""The least width of a stack in pixels: its line of detail is longer than a map of 5 columns is wide."""
 MIN_FIGURE_WIDTH = 600
-"""The longest title fits."""
+"""The least width of a figure, which fits the longest title."""
 FONT_SIZE = 7.5
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Size in pixels of a map with so many ``columns``, and how many entries a cell stands for each way."""
+    """The size in pixels of a map with this number of ``columns``, and the number of entries per cell in each
+    direction.
+    """
 
     columns: int
     width: int
@@ -49,9 +51,9 @@ class HeatMap:
 
 
 def heat_map_sizes(rows: Sequence[int], columns: int) -> list[HeatMap]:
-    """Sizes of maps that stand over each other and share their columns, map i having ``rows[i]`` rows.
+    """Returns the sizes of maps that are stacked and share their columns; map i has ``rows[i]`` rows.
 
-    Cells are square where there is room, else narrow or low; where one would be below a pixel it stands for several
+    Cells are square if there is room, else narrow or low; a cell that would be below a pixel stands for several
     entries.
     """
     columns_per_cell = ceil(columns / MAX_WIDTH)
@@ -77,7 +79,7 @@ def stack_grid(
     gap: int = 0,
     right: int = 15,
 ) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure and the axes of its maps: site i has ``stacks[i]``, from top to bottom.
+    """Returns an empty figure and the axes of its maps: site i has ``stacks[i]``, from top to bottom.
 
     ``beside``: pixels kept free at the right of every stack for a colour bar; ``gap``: between the maps of a stack;
     ``right``: at the right of the whole figure.
@@ -115,7 +117,9 @@ def stack_grid(
 def draw_heat_map(
     axes: Axes, values: Float[np.ndarray, "rows columns"], size: HeatMap, colours: Colormap, low: float, high: float
 ) -> AxesImage:
-    """``values`` into ``axes``, one colour a cell, row 0 at the top. A cell of several entries shows the strongest."""
+    """Draws ``values`` into ``axes``, with one colour for each cell and row 0 at the top. A cell of several entries
+    shows the strongest.
+    """
     cells = strongest(strongest(values, size.rows_per_cell).T, size.columns_per_cell).T
     extent = (-0.5, cells.shape[1] * size.columns_per_cell - 0.5, cells.shape[0] * size.rows_per_cell - 0.5, -0.5)
     image = axes.imshow(cells, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest", extent=extent)
@@ -125,7 +129,7 @@ def draw_heat_map(
         spine.set_visible(True)
         spine.set_color("#b9c1c8")
         spine.set_linewidth(0.8)
-    # A locator puts halves beside a single row.
+    # A locator would put halves beside a single row.
     if len(values) <= 2:
         axes.set_yticks(range(len(values)))
     else:
@@ -135,7 +139,7 @@ def draw_heat_map(
 
 
 def style_bar(axes: Axes) -> None:
-    """Frame and tick labels of an upright colour bar."""
+    """Styles the frame and tick labels of an upright colour bar."""
     style_axes(axes, FONT_SIZE - 0.5)
     for spine in axes.spines.values():
         spine.set_color("#b9c1c8")
@@ -143,7 +147,7 @@ def style_bar(axes: Axes) -> None:
 
 
 def label_columns(axes: Axes, order: Integer[np.ndarray, "columns"], size: HeatMap) -> None:
-    """Under every column the number of its component where that fits, else positions in the order."""
+    """Labels every column with the number of its component if that fits, else with positions in the order."""
     digits = len(str(max(order, default=0)))
     if size.pixels_per_column >= max(20, 7 * digits - 1):
         axes.set_xticks(range(len(order)), [str(component) for component in order])
@@ -154,7 +158,7 @@ def label_columns(axes: Axes, order: Integer[np.ndarray, "columns"], size: HeatM
 
 
 def strongest(values: Float[np.ndarray, "rows columns"], per_cell: int) -> Float[np.ndarray, "cells columns"]:
-    """The entry of greatest magnitude in every column, for each ``per_cell`` consecutive rows."""
+    """Returns the entry of greatest magnitude in every column, for each ``per_cell`` consecutive rows."""
     if per_cell == 1:
         return values
     rows, columns = values.shape

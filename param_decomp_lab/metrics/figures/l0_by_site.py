@@ -1,4 +1,4 @@
-"""How many components are active at each site."""
+"""Draws how many components are active at each site."""
 
 from collections.abc import Mapping
 
@@ -9,13 +9,14 @@ from param_decomp_lab.metrics.figures.style import BLUE, INK, QUIET, style_axes
 
 SIZE = 7.5
 ROW = 0.2
-"""Inches of a site."""
+"""Height of a site's bar in inches."""
 HEAD, FOOT = 0.75, 0.5
 
 
 def l0_by_site(l0: Mapping[str, float], counts: Mapping[str, int], where: str) -> Figure:
-    """A bar for each site: ``l0``, the mean number of active components at a position, of its ``counts`` (C).
-    ``where``: on what it was counted, for the subtitle."""
+    """Draws a bar for each site: ``l0``, the mean number of active components at a position, out of ``counts`` (C).
+    ``where``: the data on which it was counted, for the subtitle.
+    """
     width, height = 6.4, HEAD + FOOT + max(ROW * len(l0), 0.5)
     figure = Figure(figsize=(width, height), dpi=110, facecolor="white")
     FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""Mean causal importance of every component, in order: where do the live ones end?"""
+"""Draws the mean causal importance of every component, sorted, which shows where the live ones end."""
 
 from collections.abc import Mapping
 
@@ -14,10 +14,10 @@ FLOOR = 1e-7
 
 
 def mean_ci_per_component(means: Mapping[str, Float[np.ndarray, "C"]]) -> Figure:
-    """Components of each site sorted by mean λ, descending: linear scale on the left, log scale on the right.
+    """Draws the components of each site sorted by descending mean λ: linear scale on the left, log scale on the right.
 
-    ``means``: site name -> mean of λ over positions, one number per component. A sharp step down between the live and
-    the dead components is the mark of a decomposition that has settled.
+    ``means``: site name -> mean of λ over positions, one number per component. A sharp step between live and dead
+    components shows that a decomposition has settled.
     """
     grid = site_grid(
         list(means),
@@ -33,7 +33,7 @@ def mean_ci_per_component(means: Mapping[str, Float[np.ndarray, "C"]]) -> Figure
         x = np.arange(len(ordered) + 1)
         for axes, floor in ((linear, 0.0), (log, FLOOR)):
             axes.set_xlim(0, max(len(ordered), 1))
-            # A polygon and a line: `stairs` takes 0.1 s at C = 2000, and there are two panels a site.
+            # A polygon and a line, because `stairs` takes 0.1 s at C = 2000, and each site has two panels.
             y = np.maximum(np.append(ordered, ordered[-1:]), floor)[: len(x)]
             axes.fill_between(x, y, floor, step="post", color=BLUE, alpha=0.25, linewidth=0)
             axes.plot(x, y, drawstyle="steps-post", color=BLUE, linewidth=1.1)

@@ -1,4 +1,4 @@
-"""Which components each feature of a toy model needs."""
+"""Draws which components each feature of a toy model needs."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,8 @@ from param_decomp_lab.metrics.figures.heat_maps import (
 from param_decomp_lab.metrics.figures.style import QUIET, title_axes
 from param_decomp_lab.metrics.ground_truth import OFF_ABOVE, ON_BELOW
 
-# It steps where errors begin and end: in a perfect recovery of an identity everything is nearly white or nearly black.
+# The colours step where errors begin and end, so a perfect recovery of an identity is nearly white or nearly black
+# everywhere.
 IMPORTANCE = LinearSegmentedColormap.from_list(
     "importance",
     [
@@ -41,11 +42,11 @@ def permuted_ci(
     orders: Mapping[str, Integer[np.ndarray, "C"]],
     details: Mapping[str, str] | None = None,
 ) -> Figure:
-    """Heat maps of λ, feature x component, the components in the given order.
+    """Draws heat maps of λ, feature x component, with the components in the given order.
 
     ``importances``: site name -> λ while one feature at a time is on (section 11). ``orders``: site name -> every
-    component once (``Matching.columns`` or ``dense_columns``). ``details``: site name -> what to say of it, such as
-    "identity: error 0". The end of the order is cut off where `n_shown` says so; the panel says how much.
+    component once (``Matching.columns`` or ``dense_columns``). ``details``: site name -> a note, such as "identity:
+    error 0". `n_shown` decides how many components are drawn, and the panel says how many are left out.
     """
     shown = {name: n_shown(values, orders[name]) for name, values in importances.items()}
     sizes = [heat_map_sizes([len(values)], shown[name]) for name, values in importances.items()]
@@ -66,7 +67,7 @@ def permuted_ci(
         cut = len(order) - len(kept)
         lines = [(details or {}).get(name, ""), f"{cut} further columns below {OFF_ABOVE}" if cut else ""]
         title_axes(axes, name, " · ".join(line for line in lines if line), FONT_SIZE + 0.5)
-    # Long enough for its labels to stay apart beside a map of any height.
+    # Long enough that its labels do not overlap beside a map of any height.
     width, height = figure.get_size_inches() * DPI
     bar = figure.add_axes(
         ((width - 60) / width, stacks[0][0].get_position().y1 - 150 / height, 10 / width, 150 / height)
@@ -77,6 +78,8 @@ def permuted_ci(
 
 
 def n_shown(importances: Float[np.ndarray, "features C"], order: Integer[np.ndarray, "C"]) -> int:
-    """How many columns to draw: to the last with an entry above 0.1, but as many as there are features (or C)."""
+    """Returns how many columns to draw: up to the last one with an entry above 0.1, but at least as many as there are
+    features (or C).
+    """
     above = np.flatnonzero((importances[:, order] > OFF_ABOVE).any(axis=0))
     return max(min(importances.shape), int(above.max(initial=-1)) + 1)

@@ -1,4 +1,4 @@
-"""Figures on disk."""
+"""Saves figures."""
 
 import os
 from pathlib import Path
@@ -7,12 +7,12 @@ from matplotlib.figure import Figure
 
 
 def figure_path(run_folder: Path, name: str, step: int) -> Path:
-    """Where the figure ``name`` of step ``step`` lives: ``figures/<name>_<step>.png``."""
+    """Returns the path of the figure ``name`` of step ``step``: ``figures/<name>_<step>.png``."""
     return run_folder / "figures" / f"{name}_{step}.png"
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a PNG atomically: ``path`` never holds half an image. Its folder is made if it is missing."""
+    """Writes a PNG atomically, so that ``path`` never has half an image. Creates its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

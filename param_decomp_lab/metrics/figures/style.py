@@ -1,6 +1,6 @@
-"""How every figure looks: colours that stay apart for colour-blind readers (Okabe and Ito), light grids, no frames.
+"""Styles all figures: colours that colour-blind readers can distinguish (Okabe and Ito), light grids, no frames.
 
-Nothing here touches ``pyplot`` or ``rcParams``: a figure looks the same whatever ran before it.
+It does not change ``pyplot`` or ``rcParams``, so a figure looks the same whatever ran before it.
 """
 
 from matplotlib.axes import Axes
@@ -13,7 +13,7 @@ VERMILION = "#D55E00"
 
 
 def style_axes(axes: Axes, size: float) -> None:
-    """Frame, ticks and grid of one panel; ``size`` is the font size of its tick labels in points."""
+    """Styles the frame, ticks and grid of one panel. ``size``: the font size of its tick labels in points."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -26,9 +26,9 @@ def style_axes(axes: Axes, size: float) -> None:
 
 
 def title_axes(axes: Axes, name: str, detail: str, size: float, panels: int = 1) -> None:
-    """Name of the panel in bold ink over a quieter line of detail, both flush with the panel's left edge.
+    """Writes the name of the panel in bold above a fainter line of detail, both flush with the panel's left edge.
 
-    The name shrinks rather than run into the next panel that has a name: there is room above ``panels`` of them.
+    The name shrinks rather than overlap that of the next named panel: it has the width of ``panels`` panels.
     """
     figure = axes.get_figure(root=True)
     assert figure is not None

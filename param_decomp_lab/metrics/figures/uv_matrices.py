@@ -1,4 +1,4 @@
-"""What the components of a toy model are: their vectors, and for TMS how they lie beside the target's."""
+"""Draws the components of a toy model: their vectors and, for TMS, how these compare with the target's."""
 
 from collections.abc import Mapping
 
@@ -28,10 +28,10 @@ def uv_matrices(
     factors: Mapping[str, tuple[Float[np.ndarray, "d_in C"], Float[np.ndarray, "C d_out"]]],
     orders: Mapping[str, Integer[np.ndarray, "shown"]],
 ) -> Figure:
-    """Heat maps of V and, below it, the transpose of U: a component is the same column in both.
+    """Draws heat maps of V and, below it, the transpose of U, so that a component is the same column in both.
 
     ``factors``: site name -> (V, U). ``orders``: site name -> the components to draw, in order; it need not have all
-    of them, and the panel says how many it lacks. To draw those of `permuted_ci`: ``order[:n_shown(λ, order)]``.
+    components, and the panel says how many are left out. To draw those of `permuted_ci`: ``order[:n_shown(λ, order)]``.
     """
     matrices = {name: (V[:, orders[name]], U[orders[name]].T) for name, (V, U) in factors.items()}
     sizes = [heat_map_sizes([len(V), len(U)], V.shape[1]) for V, U in matrices.values()]
@@ -69,10 +69,11 @@ def uv_matrices(
 
 
 def tms_geometry(W: Float[np.ndarray, "n h"], V: Float[np.ndarray, "n C"], U: Float[np.ndarray, "C h"]) -> Figure:
-    """Each feature's vector ``W[j, :]`` of a TMS's ``linear1`` and its best component's version of it (section 11).
+    """Draws each feature's vector ``W[j, :]`` of a TMS's ``linear1`` and its best component's version of it (section
+    11).
 
-    With h = 2 both are drawn in the plane, labelled with feature and component; otherwise, by feature, the cosine of
-    the two and the ratio of their lengths.
+    With h = 2, both are drawn in the plane, labelled with feature and component; otherwise, the figure shows the cosine
+    of the two and the ratio of their lengths for each feature.
     """
     best = best_versions(W, V, U)
     mmcs, ml2r = mmcs_and_ml2r(W, V, U)
@@ -111,7 +112,9 @@ def _draw_plane(
     versions: Float[np.ndarray, "n 2"],
     components: Integer[np.ndarray, "n"],
 ) -> None:
-    """Arrows from the origin; beside the longer of a pair the number of the feature, and below it the component's."""
+    """Draws arrows from the origin. Beside the longer one of a pair is the number of the feature, and below it the
+    component's.
+    """
     axes = figure.add_axes((0.09, 0.06, 0.88, 0.78))
     style_axes(axes, FONT_SIZE - 0.5)
     axes.grid(True, color=GRID, linewidth=0.7)
@@ -170,7 +173,7 @@ def _draw_plane(
 
 
 def _draw_dots(figure: Figure, best: BestVersions) -> None:
-    """One dot a feature; the three farthest from 1 carry their number."""
+    """Draws a dot for each feature; the three farthest from 1 have labels."""
     features = np.arange(len(best.cosine))
     for place, values, name in (
         ((0.09, 0.47, 0.88, 0.3), best.cosine, "Cosine of W[j] and its best component's version"),

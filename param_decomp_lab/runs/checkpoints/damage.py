@@ -25,7 +25,7 @@ DAMAGED_PREFIX = "damaged-"
 
 
 class Damaged(UserError):
-    """A checkpoint that is not what was saved. The message names it and what is wrong with it."""
+    """Raised for a checkpoint that differs from what was saved. The message names it and what is wrong with it."""
 
 
 def record_files(checkpoint: Path, items: Iterable[str]) -> None:
@@ -39,13 +39,13 @@ def record_files(checkpoint: Path, items: Iterable[str]) -> None:
 
 
 def find_file_damage(checkpoint: Path, items: Iterable[str]) -> str:
-    """What is wrong with the files of these items of a checkpoint; "" if nothing is.
+    """Says what is wrong with the files of these items of a checkpoint; "" if nothing is.
 
     A checkpoint without recorded sizes (the save was killed just before) is checked only on restoring.
     """
     if not os.path.lexists(checkpoint / FILES):
         odd = next((path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir())), None)
-        # Reading a pipe would wait for ever.
+        # Reading a pipe would block forever.
         return "" if odd is None else f"{odd.relative_to(checkpoint)} is not a regular file"
     try:
         sizes = read_json(checkpoint / FILES, "the sizes of the files", dict, LISTING_BYTES)
@@ -69,14 +69,15 @@ def find_file_damage(checkpoint: Path, items: Iterable[str]) -> str:
 def make_description(
     configuration: str, prints: Mapping[str, Mapping[str, str]], inputs: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The description saved with a checkpoint, with a digest of its own."""
+    """Returns the description to save with a checkpoint, with its own digest."""
     description = {"configuration": configuration, "fingerprints": prints, "inputs": dict(inputs)}
     return {**description, "digest": _digest(description)}
 
 
 def read_description(checkpoint: Path) -> dict[str, Any]:
-    """The description of a checkpoint: its `configuration`, `fingerprints` of its arrays by item, and those of the
-    run's `inputs` (both empty in old checkpoints). Raises `Damaged` if it cannot be read."""
+    """Returns the description of a checkpoint: its `configuration`, `fingerprints` of its arrays by item, and those of
+    the run's `inputs` (both empty in old checkpoints). Raises `Damaged` if it cannot be read.
+    """
     try:
         file = checkpoint / DESCRIPTION
         found: dict[str, Any] = read_json(file, "the description", dict, LISTING_BYTES)["custom_metadata"]
@@ -94,7 +95,9 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
 
 
 def array_shapes(item: Path) -> dict[str, tuple[int, ...]]:
-    """The arrays of an item of a checkpoint, by name, from orbax's metadata. Raises `Damaged` if unreadable."""
+    """Returns the shapes of the arrays of an item of a checkpoint, by name, from orbax's metadata. Raises `Damaged` if
+    unreadable.
+    """
     try:
         tree = read_json(item / ARRAYS, "the list of arrays", dict, LISTING_BYTES)["tree_metadata"].values()
         return {

@@ -1,7 +1,7 @@
-"""32-bit fingerprints of arrays, independent of their devices, their sharding and the number of processes.
+"""Computes 32-bit fingerprints of arrays, independent of their devices, their sharding and the number of processes.
 
-Integer arithmetic only, so the order of summation does not matter. Computed on the array's devices, as one reduction:
-on a GPU without a temporary of the array's size (XLA plans 18 KB for 151 MB on an H100); on a CPU with one.
+All arithmetic is on integers, so the order of summation does not matter. A fingerprint is one reduction on the array's
+devices: on a GPU without a temporary array of its size (XLA plans 18 KB for 151 MB on an H100); on a CPU with one.
 """
 
 import hashlib
@@ -23,14 +23,16 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 def fingerprints(arrays: Mapping[str, jax.Array | ByLayer]) -> dict[str, str]:
-    """`fingerprint` of each array, one at a time: arrays in host memory are copied to the device only for that time."""
+    """Returns the `fingerprint` of each array. Arrays are processed one at a time, and those in host memory are on the
+    device only meanwhile.
+    """
     return {name: fingerprint(array) for name, array in arrays.items()}
 
 
 def fingerprint(array: jax.Array | ByLayer) -> str:
-    """Fingerprint of an array: 8 hex digits. Must be called in all processes that hold a part of it."""
+    """Returns the fingerprint of an array: 8 hex digits. Must be called in all processes that hold a part of it."""
     if isinstance(array, ByLayer):
-        # That of the stacked array, whose part each layer is.
+        # The fingerprint of the stacked array, of which each layer is a part.
         program = partial(_layer_program(array.layers[0]), whole=array.shape)
         parts = [np.asarray(program(x, np.uint32(n))) for n, x in enumerate(array.layers)]
         return _digits(np.sum(parts, dtype=np.uint32))
@@ -77,7 +79,7 @@ def fingerprint_program(array: jax.Array | jax.ShapeDtypeStruct) -> Any:
 
 
 def _whole_on(where: Any) -> NamedSharding | None:
-    """Whole on every device, so that every process can read it."""
+    """Returns a sharding that is whole on every device, so that every process can read the result."""
     return NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else None
 
 

@@ -1,8 +1,8 @@
 """Checkpoints of a run: ``ckpts/<step>/`` with the items ``learned`` and ``training`` (T5).
 
-``learned`` holds the components and the CI function, ``training`` the rest of the train state, so that reading V and U
-need not read moments and sources. Arrays are stored under their paths in the state, so that a file can be read without
-the classes of this package.
+``learned`` has the components and the CI function, ``training`` everything else of the train state, so that moments and
+sources need not be read for V and U. Arrays are stored under their paths in the state, so that files can be read
+without the classes of this package.
 """
 
 import logging
@@ -44,7 +44,7 @@ from param_decomp_lab.safe_io.printable import shortened
 
 LEARNED = ("components", "ci")
 TEMPORARY = ".orbax-checkpoint-tmp"
-"""In the names of folders that orbax has not finished."""
+"""Part of the names of folders that orbax has not finished."""
 _ORBAX = str(Path(ocp.__file__).parents[1])
 """The folder of its code."""
 RETRY_AFTER_S = 2.0
@@ -111,10 +111,10 @@ class Checkpoints:
     ) -> None:
         """Saves the state after ``step`` steps with its configuration; does nothing if that step is saved already.
 
-        ``state``: what was learned, alone, is enough for all but resuming. ``inputs``: fingerprints of the target's
-        weights and the data. Raises CannotWrite if the folder cannot be written; earlier checkpoints are intact then,
-        and the incomplete one is ignored. Raises Displaced, in process 0, if the folder of the checkpoints is not where
-        it was: orbax would make another, with this checkpoint alone.
+        ``state``: the learned part alone is enough for everything but resuming. ``inputs``: fingerprints of the
+        target's weights and the data. Raises CannotWrite if the folder cannot be written; earlier checkpoints then stay
+        intact, and the incomplete one is ignored. Raises Displaced, in process 0, if the folder of the checkpoints is
+        not where it was: orbax would make another, with this checkpoint alone.
         """
         self._check_folder()
         if self._processes.from_first("saved" if step in self.steps() else ""):
@@ -173,7 +173,7 @@ class Checkpoints:
     def restore(self, step: int, template: State) -> State:
         """The whole state of ``step``, placed as ``template`` says (shapes, shardings); its buffers can be donated.
 
-        Raises `Damaged` if it cannot be read or is not what was saved.
+        Raises `Damaged` if it cannot be read or differs from what was saved.
         """
         leaves = self._read(step, _items(template))
         state: State = unflatten(template, leaves)
@@ -199,7 +199,7 @@ class Checkpoints:
                         if name in wanted and fingerprint(arrays[name]) != expected:
                             raise Damaged(f"{self.path(step) / item}: {name} does not hold what was saved")
         except UserError:
-            for array in arrays.values():  # there may be no room for two states
+            for array in arrays.values():  # two states may not fit into memory
                 array.delete()
             raise
         return arrays
@@ -242,7 +242,7 @@ class Checkpoints:
             try:
                 raise (Damaged if kind == "damaged" else UserError)(text) from found
             finally:
-                found = None  # it holds this frame, which would hold it
+                found = None  # breaks the reference cycle with this frame
 
     def restore_newest(self, template: State, fits: Callable[[int], None]) -> tuple[int, State, dict[int, str]] | None:
         """The step and state of the newest undamaged checkpoint, the same in all processes, and what is wrong with
@@ -296,9 +296,10 @@ class Checkpoints:
 
 
 def _leave_errors_to_exceptions() -> None:
-    """Silences orbax. It narrates every save, and logs what its threads raise, with tracebacks, though it raises the
-    first of these errors in the end; asyncio logs the others, and Python those of coroutines that nobody waits for any
-    more; and its storage library fails to reach event loops that orbax has closed, and says so."""
+    """Silences orbax and what it uses. Orbax logs every save, and the errors of its threads with tracebacks, although
+    it later raises the first of these errors. asyncio logs the others, and Python logs those of abandoned coroutines.
+    The storage library reports that it cannot reach event loops that orbax has closed.
+    """
     for library in ("absl", "asyncio"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     if not isinstance(sys.unraisablehook, _HideOrbax):
@@ -307,7 +308,7 @@ def _leave_errors_to_exceptions() -> None:
 
 @dataclass(frozen=True)
 class _HideOrbax:
-    """A `sys.unraisablehook` that leaves out closed event loops and orbax's coroutines, and passes on all else."""
+    """A `sys.unraisablehook` that ignores closed event loops and orbax's coroutines, and passes on everything else."""
 
     report: Callable[[Any], object]
 
