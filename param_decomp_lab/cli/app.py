@@ -17,6 +17,7 @@ from rich.text import Text
 from param_decomp_lab.cli import data, share, weights
 from param_decomp_lab.cli.browse import browse
 from param_decomp_lab.cli.check import check
+from param_decomp_lab.cli.claim import claim
 from param_decomp_lab.cli.cluster import cluster
 from param_decomp_lab.cli.compare import compare
 from param_decomp_lab.cli.configs import configs
@@ -74,7 +75,7 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Start": {"demo": demo, "configs": configs, "data": data.app, "weights": weights.app, "pretrain": pretrain},
     "Plan": {"check": check, "probe": probe, "fit": fit},
     "Train": {"train": train, "launch": launch, "profile": profile, "import": import_run},
-    "Measure": {"runs": runs, "report": report, "eval": evaluate, "compare": compare},
+    "Measure": {"runs": runs, "report": report, "eval": evaluate, "claim": claim, "compare": compare},
     "Look": {"harvest": harvest, "browse": browse, "graph": graph, "cluster": cluster, "label": label},
     "Share": {"share": share.app, "export": export, "wandb": send},
 }

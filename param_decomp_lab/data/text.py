@@ -5,9 +5,10 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 from param_decomp_lab.data.meta import META_FILE, DataMeta
-from param_decomp_lab.data.token_names import Piece, text_of, token_names, unnamed, whole_text
+from param_decomp_lab.data.token_names import Piece, text_of, token_names, unnamed, whole_bytes, whole_text
 from param_decomp_lab.data.tokenizers import BYTES, Tokenizer, load_tokenizer
 
 
@@ -49,6 +50,29 @@ class TokenText:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of these token ids as a whole, unchanged; bytes that form no character become `\\xe6`."""
         return whole_text(self._pieces, [int(i) for i in ids])
+
+    def ends_with(self, rows: Int[np.ndarray, "B T"], text: str) -> Bool[np.ndarray, "B T"]:
+        """At which positions the text of a row, up to and with the token there, ends with ``text``: whatever tokens
+        that is made of, and also where it begins within one. The beginning of a row is the beginning of its text."""
+        end = text.encode()
+        pieces = {token: whole_bytes(self._pieces, [token]) for token in np.unique(rows).tolist()}
+        found: dict[int, Bool[np.ndarray, "B T"]] = {}
+
+        def with_first(n: int) -> Bool[np.ndarray, "B T"]:
+            """Where the text ends with the first ``n`` bytes, n > 0."""
+            if n not in found:
+                part = end[:n]
+                here = np.isin(rows, [token for token, piece in pieces.items() if piece.endswith(part)])
+                lasts: dict[int, list[int]] = {}
+                for token, piece in pieces.items():
+                    if len(piece) < n and part.endswith(piece):
+                        lasts.setdefault(len(piece), []).append(token)
+                for length, tokens in lasts.items():
+                    here[:, 1:] |= np.isin(rows[:, 1:], tokens) & with_first(n - length)[:, :-1]
+                found[n] = here
+            return found[n]
+
+        return with_first(len(end)) if end else np.ones(rows.shape, bool)
 
     @cached_property
     def _names(self) -> Mapping[int, str]:

@@ -57,11 +57,15 @@ def text_of(pieces: Mapping[int, Piece], tokens: Sequence[int]) -> str:
 
 def whole_text(pieces: Mapping[int, Piece], tokens: Sequence[int]) -> str:
     """Returns the text of these tokens unchanged, with its control characters."""
-    whole = b"".join(
+    return whole_bytes(pieces, tokens).decode("utf-8", errors="backslashreplace")
+
+
+def whole_bytes(pieces: Mapping[int, Piece], tokens: Sequence[int]) -> bytes:
+    """Returns the same in UTF-8, with the bytes that form no character as they are."""
+    return b"".join(
         piece if isinstance(piece, bytes) else piece.encode()
         for piece in (pieces.get(token) or unnamed(token) for token in tokens)
     )
-    return whole.decode("utf-8", errors="backslashreplace")
 
 
 def decoded_piece(piece: str, text: str, added: bool) -> Piece:

@@ -398,6 +398,17 @@ class OpenedRun:
         self._tokenizer()
         return read_inputs(self, text)
 
+    def held_out_rows(self, n: int | None = None) -> Int32[np.ndarray, "rows T"]:
+        """Token ids of the first ``n`` rows that the run keeps for its evaluation; None for all. Rows that are longer
+        than `longest_row` are cut off. Raises UserError for a toy, for data that are not there, and where the run keeps
+        no rows apart."""
+        if not self.is_language_model:
+            raise UserError("a toy has no rows of text: its inputs are drawn")
+        if n is not None and n < 1:
+            raise UserError(f"rows should be at least 1, not {n}")
+        data = self.resolved.held_out_rows
+        return data.rows(np.arange(len(data) if n is None else min(n, len(data))))[:, : self.longest_row]
+
     def decode(self, tokens: Sequence[int] | Int[np.ndarray, " T"]) -> str:
         """The text of these token ids as a whole, BOS included; bytes that form no character are ``\\xe6``. For their
         names one by one: `names`. Raises UserError for a toy, and without a tokenizer."""

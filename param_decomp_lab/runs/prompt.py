@@ -38,13 +38,13 @@ def read_prompt(run: Any, text: str) -> tuple[np.ndarray, list[int]]:
     return np.asarray(tokens, np.int32), tokens
 
 
-def read_output(run: Any, text: str) -> int:
-    """Returns the number of an output: a token's from its text, or a toy's feature's from its
-    number. Raises UserError.
+def read_output(run: Any, text: str, called: str = "target") -> int:
+    """Returns the number of an output: a token's from its text, or a toy's feature's from its number. Raises
+    UserError, which says what the output is ``called``.
     """
     if isinstance(run.architecture.inputs, FeatureInputs):
         if not text.strip().isdecimal() or int(text) >= run.n_outputs:
-            raise UserError(f"target '{text[:40]}': features go from 0 to {run.n_outputs - 1}")
+            raise UserError(f"{called} '{text[:40]}': features go from 0 to {run.n_outputs - 1}")
         return int(text)
     if run.text is None:
         raise UserError("no tokenizer beside the run's data or target: give tokens by number")
@@ -52,7 +52,7 @@ def read_output(run: Any, text: str) -> int:
     if len(tokens) != 1:
         pieces = ", ".join(f"'{piece}'" for piece in run.text.tokens(tokens[:8]))
         raise UserError(
-            f"target '{text[:40]}' should be one token of the vocabulary, not {len(tokens)} ({pieces}); most words "
+            f"{called} '{text[:40]}' should be one token of the vocabulary, not {len(tokens)} ({pieces}); most words "
             "have a space in front of them"
         )
     return tokens[0]

@@ -47,6 +47,11 @@ HELP = {
         "--threshold",
         "pd graph runs/p-5e6f7a8b",
     ),
+    ("claim",): (
+        'pd claim runs/p-1a2b3c4d layers.2.mlp.down_proj:18 --after " rais" --token ed',
+        "--controls 5 --exceptions",
+        "--scale 0 --scale 2",
+    ),
     ("compare",): ("--agreement", "pd compare runs --json"),
     ("share",): ("graph", "components", "site"),
     ("share", "graph"): (

@@ -22,7 +22,7 @@ from param_decomp_lab.pretrain.recipe import PretrainRecipe, read_recipe
 from param_decomp_lab.setup.problem import make_problem
 from param_decomp_lab.setup.resolved import ResolvedConfig
 from tests.cases import slow_but
-from tests.lab.tiny_run import pd_here
+from tests.lab.tiny_run import SEQ_LEN, pd_here
 
 ROOT = Path(__file__).parents[2]
 PAGES = {page.name: page.read_text() for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])}
@@ -90,9 +90,16 @@ def execute(statement: ast.stmt, names: dict[str, Any]) -> Any:
 
 
 def sizes(run: Run, shape: list[str], site: str, text: str) -> tuple[int, ...]:
-    """``T`` is in bytes, the tiny run's tokens."""
+    """``T`` is in bytes, the tiny run's tokens; without a text, the length of its rows. ``rows``: as the page asks."""
     where = run.sites[site]
-    known = {"T": len(text.encode()), "C": where.C, "d_in": where.d_in, "d_out": where.d_out, "vocabulary": 256}
+    known = {
+        "T": len(text.encode()) or SEQ_LEN,
+        "rows": 8,
+        "C": where.C,
+        "d_in": where.d_in,
+        "d_out": where.d_out,
+        "vocabulary": 256,
+    }
     return tuple(known[name] for name in shape)
 
 

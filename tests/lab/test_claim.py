@@ -1,0 +1,271 @@
+"""`pd claim`: its numbers against a direct computation, its controls, intervals, and what it refuses."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from param_decomp_lab import load_run
+from param_decomp_lab.data.text import TokenText
+from param_decomp_lab.errors import UserError
+from param_decomp_lab.opening import Run
+from param_decomp_lab.opening.claim import Change, Claim, ClaimRequest, bootstrap, firings_at, measure_claim
+from tests.lab.tiny_run import pd_here
+
+DOWN, UP = "layers.0.mlp.down_proj", "layers.1.mlp.up_proj"
+REQUEST = ClaimRequest((f"{DOWN}:3", f"{UP}:5"), ("ti", "es "), "m", (0.0, 2.0), rows=11)
+"""Rows that fill no whole number of batches."""
+
+
+@pytest.fixture(scope="module")
+def run(harvested: Path) -> Run:
+    return load_run(harvested / "p-00000001", devices=1)
+
+
+@pytest.fixture(scope="module")
+def claim(run: Run) -> Claim:
+    return measure_claim(run, replace(REQUEST, controls=2))
+
+
+def log_probabilities(run: Run, rows: np.ndarray, names: Sequence[str], scale: float, token: int) -> np.ndarray:
+    """With everything else on. Eight rows together, as the program takes them, so that there is one compilation."""
+    masks = {site: np.ones(run.sites[site].C) for site, _ in (name.split(":") for name in names)}
+    for name in names:
+        site, number = name.split(":")
+        masks[site][int(number)] = scale
+    padded = np.concatenate([rows, rows[: -len(rows) % 8]])
+    found = []
+    for eight in padded.reshape(-1, 8, rows.shape[1]):
+        x = np.asarray(run.logits(eight, masks or None, delta=1.0 if masks else 0.0), np.float64)
+        found.append(x[..., token] - np.log(np.exp(x).sum(axis=-1)))
+    return np.concatenate(found)[: len(rows)]
+
+
+def ends(rows: np.ndarray, *texts: str) -> np.ndarray:
+    """The tiny run's tokens are bytes."""
+    return np.array([[bytes(row[: t + 1]).decode().endswith(texts) for t in range(len(row))] for row in rows.tolist()])
+
+
+def test_numbers_are_those_of_a_direct_computation(run: Run, claim: Claim) -> None:
+    rows = run.held_out_rows(11)
+    here, token = ends(rows, *REQUEST.after), ord("m")
+    assert claim.rows == 11
+    assert 0 < here.sum() < here.size
+    sets = [(f"{DOWN}:3",), (f"{UP}:5",), (f"{DOWN}:3", f"{UP}:5")]
+    assert [(line.components, line.scale) for line in claim.lines] == [(s, x) for s in sets for x in (0.0, 2.0)]
+    before = log_probabilities(run, rows, (), 1, token)
+    for line in claim.lines:
+        after = log_probabilities(run, rows, line.components, line.scale, token)
+        controls = [log_probabilities(run, rows, names, line.scale, token) for names in line.controls]
+        assert len(controls) == 2
+        for found, control, at in (
+            (line.here, line.control_here, here),
+            (line.elsewhere, line.control_elsewhere, ~here),
+        ):
+            assert_change(found, at, before, [after])
+            assert_change(control, at, before, controls)
+    assert claim.lines[0].here.log_change != pytest.approx(claim.lines[1].here.log_change, abs=1e-7)
+
+
+def assert_change(found: Change | None, at: np.ndarray, before: np.ndarray, afters: list[np.ndarray]) -> None:
+    assert found is not None
+    assert found.places == at.sum()
+    assert found.before == pytest.approx(np.exp(before[at]).mean(), rel=1e-5)
+    assert found.after == pytest.approx(np.mean([np.exp(x[at]).mean() for x in afters]), rel=1e-5)
+    # Changes that are rounding alone may have either sign.
+    unsure = np.mean([(np.abs(x - before)[at] < 1e-6).mean() for x in afters])
+    assert found.falls == pytest.approx(np.mean([(x < before)[at].mean() for x in afters]), abs=unsure + 1e-9)
+    changes = np.mean(afters, axis=0) - before
+    assert found.log_change == pytest.approx(changes[at].mean(), abs=2e-6)
+    assert found.interval is not None
+    assert found.interval[0] <= found.log_change <= found.interval[1]
+    expected = bootstrap(np.where(at, changes, 0).sum(axis=1), at.sum(axis=1), REQUEST.seed)
+    assert found.interval == pytest.approx(expected, abs=2e-6)
+
+
+def test_exceptions_are_where_the_token_does_not_move_as_claimed(run: Run) -> None:
+    rows = run.held_out_rows(11)
+    here, token = ends(rows, *REQUEST.after), ord("m")
+    before = log_probabilities(run, rows, (), 1, token)
+    for scale, sign in ((0.0, 1), (2.0, -1)):
+        found = measure_claim(run, replace(REQUEST, scales=(scale,))).exceptions
+        moved = sign * (log_probabilities(run, rows, REQUEST.components, scale, token) - before)
+        places = {(place.row, place.position) for place in found}
+        assert {*map(tuple, np.argwhere(here & (moved > 1e-6)).tolist())} <= places
+        assert places <= {*map(tuple, np.argwhere(here & (moved > -1e-6)).tolist())}
+        for place in found:
+            assert place.before == pytest.approx(np.exp(before[place.row, place.position]), rel=1e-5)
+            assert place.text == run.text.text(rows[place.row, max(0, place.position - 14) : place.position + 6])  # type: ignore[union-attr]
+
+
+def test_an_interval_covers_what_rows_differ_by() -> None:
+    rng = np.random.default_rng(0)
+    rows, places = 400, 5
+    row_means = rng.normal(1, 2, rows)
+    found = bootstrap(row_means * places, np.full(rows, places), 0)
+    assert found is not None
+    error = row_means.std() / rows**0.5  # rows are drawn, not places
+    assert found == pytest.approx((row_means.mean() - 1.96 * error, row_means.mean() + 1.96 * error), abs=0.1 * error)
+    assert bootstrap(row_means, np.full(rows, places), 0) == bootstrap(row_means, np.full(rows, places), 0)
+    padded = bootstrap(np.append(row_means * places, 0), np.append(np.full(rows, places), 0), 0)
+    assert padded == found  # a row without places changes nothing
+    assert bootstrap(np.array([3.0, 0]), np.array([2, 0]), 0) is None
+
+
+def test_controls_fire_at_the_places(run: Run) -> None:
+    """The likelier, the more often they do so there; no named component, and none twice."""
+    rows = run.held_out_rows(11)
+    here = ends(rows, *REQUEST.after)
+    fires = [np.asarray(run.causal_importances(row, DOWN)[DOWN]) > 0 for row in rows]
+    firings = np.stack(fires)[here].sum(axis=0)
+    np.testing.assert_array_equal(firings_at(run, rows, here, [DOWN])[DOWN], firings)
+    others = [int(c) for c in np.argsort(-firings) if firings[c]]
+    assert len(others) > 2, "too few fire: choose other texts"
+    [line] = measure_claim(run, replace(REQUEST, components=(f"{DOWN}:{others[0]}",), scales=(0,), controls=40)).lines
+    drawn = [int(name.split(":")[1]) for names in line.controls for name in names]
+    assert len(drawn) == 40
+    assert set(drawn) <= set(others[1:])
+    expected = np.array([firings[c] for c in others[1:]]) / firings[others[1:]].sum()
+    shares = np.array([drawn.count(c) for c in others[1:]]) / 40
+    assert np.abs(shares - expected).max() < 4 * 0.5 / 40**0.5
+    two = tuple(f"{DOWN}:{c}" for c in others[:2])
+    lines = measure_claim(run, replace(REQUEST, components=two, scales=(0,), controls=6)).lines
+    for names in lines[-1].controls:
+        assert len({*names}) == len(names) == min(2, len(others) - 2)
+        assert not {*names} & {*two}
+
+
+def test_a_group_is_all_its_members(run: Run) -> None:
+    sizes = {n: sum(map(len, members(run, n).values())) for n in range(len(run.groups))}
+    number = min((n for n in sizes if sizes[n] > 1), key=lambda n: sizes[n])
+    names = [f"{site}:{c}" for site, own in members(run, number).items() for c in own]
+    rows = run.held_out_rows(8)
+    here = ends(rows, *REQUEST.after)
+    request = replace(REQUEST, components=(f"group:{number}",), scales=(0,), rows=8)
+    [line] = measure_claim(run, request).lines
+    before, after = (log_probabilities(run, rows, chosen, 0, ord("m")) for chosen in ((), names))
+    assert line.here.log_change == pytest.approx((after - before)[here].mean(), abs=2e-6)
+
+
+def members(run: Run, number: int) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for member in run.groups.members(number):
+        found.setdefault(member[0], []).append(int(member[1]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"components": (f"{DOWN}:12",)}, "has components 0 to 11, and no component 12"),
+        ({"components": (f"{UP}:5", "layers.0.mlp.dwn_proj:1")}, "unknown site 'layers.0.mlp.dwn_proj'"),
+        ({"components": (f"{DOWN}:1@3",)}, "leave out @3"),
+        ({"components": ("group:99999",)}, "group:99999"),
+        ({"components": (DOWN,)}, "should be SITE:NUMBER"),
+        ({"after": ("ti", "zebra")}, r"--after: no token of the 11 held-out rows ends with 'zebra'"),
+        ({"after": ("",)}, "--after: give the text"),
+        ({"token": "by"}, r"--token 'by' should be one token of the vocabulary, not 2 \('b', 'y'\)"),
+        ({"token": ""}, "--token: give the token"),
+        ({"scales": (0.0, 1.0)}, "--scale 1: should be a finite number other than 1"),
+        ({"scales": (float("nan"),)}, "--scale nan"),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(
+    run: Run, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def runs(*_: Any, **__: Any) -> None:
+        raise AssertionError("computed something")
+
+    monkeypatch.setattr(Run, "logits", runs)
+    monkeypatch.setattr(Run, "causal_importances", runs)
+    with pytest.raises(UserError, match=message) as caught:
+        measure_claim(run, replace(REQUEST, controls=1, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_toy_is_refused(harvested: Path) -> None:
+    toy = load_run(harvested / "p-00000002", devices=1)
+    with pytest.raises(UserError, match="toy"):
+        measure_claim(toy, REQUEST)
+    with pytest.raises(UserError, match="toy"):
+        toy.held_out_rows()
+
+
+def test_held_out_rows(run: Run) -> None:
+    rows = run.held_out_rows()
+    assert rows.shape == (len(run.resolved.held_out_rows), 16)
+    assert len(rows) > 20
+    np.testing.assert_array_equal(run.held_out_rows(3), rows[:3])
+    np.testing.assert_array_equal(run.held_out_rows(10**9), rows)
+    np.testing.assert_array_equal(rows[5], run.resolved.held_out_rows.rows([5])[0])
+    with pytest.raises(UserError, match="at least 1"):
+        run.held_out_rows(0)
+
+
+def test_a_text_ends_with_another_whatever_its_tokens() -> None:
+    text = TokenText.__new__(TokenText)
+    text._pieces = {
+        0: "<s>",
+        1: " ra",
+        2: "is",
+        3: "ed",
+        4: "rais",
+        5: "ated",
+        6: " ",
+        7: b"\xe2\x82",
+        8: b"\xac",
+        9: "d",
+    }
+    rows = np.random.default_rng(0).integers(0, 11, (40, 30))  # 10 has no piece
+    for end in ("ed", " rais", "raised", "rais", "d", "€", "€ed", "<s>", "s", "ra", " rated", "eded", "[10]", "0]d"):
+        found = text.ends_with(rows, end)
+        expected = [[text.decode(row[: t + 1]).endswith(end) for t in range(30)] for row in rows]
+        np.testing.assert_array_equal(found, expected, end)
+    assert text.ends_with(rows, "ed").any()
+    assert text.ends_with(rows, "€").any()
+    assert not text.ends_with(rows, "zebra").any()
+
+
+def test_the_command(run: Run, claim: Claim) -> None:
+    words = [
+        "claim",
+        run.folder,
+        *REQUEST.components,
+        "--after",
+        "ti",
+        "--after",
+        "es ",
+        "--token",
+        "m",
+        "--rows",
+        "11",
+    ]
+    words += ["--scale", "0", "--scale", "2", "--controls", "2", "--devices", "1"]
+    printed = pd_here(*words, "--exceptions")
+    assert printed.status == 0, printed.err
+    head, rule, *lines = printed.out.splitlines()
+    places = claim.lines[0].here.places
+    assert head.startswith(
+        f"| multiplied | P('m') after 'ti', 'es ' ({places} places) | falls | log P, 95 % | elsewhere |"
+    )
+    assert rule == "|---" * 7 + "|"
+    assert lines[0].startswith(f"| {DOWN}:3 × 0 | {claim.lines[0].here.before:.3f} → ")
+    assert lines[1].startswith("| as many others × 0 | ")
+    assert [line.count("|") for line in lines[:12]] == [8] * 12
+    assert lines[10].startswith(f"| {DOWN}:3, {UP}:5 × 2 | ")
+    assert len(lines) == 12 + len(claim.exceptions)
+    assert f"{DOWN}:3 times 0 …" in printed.err.splitlines()  # no terminal: a line for each thing that begins
+
+    written = pd_here(*words, "--json")
+    assert written.status == 0, written.err
+    found = json.loads(written.out)
+    assert found == json.loads(claim.as_json())
+    assert found["lines"][0]["here"]["log_change"] == claim.lines[0].here.log_change
+
+    wrong = pd_here("claim", run.folder, f"{DOWN}:12", "--after", "ti", "--token", "m")
+    assert (wrong.status, wrong.out) == (2, "")
+    assert wrong.err.strip().splitlines() == [f"error: {DOWN} has components 0 to 11, and no component 12"]
