@@ -68,7 +68,8 @@ def make(out: Path, steps: int) -> None:
     changed = {
         "data.train": out / "data/train", "data.eval": out / "data/eval", "target.folder": out / "model",
         "pd.decomposition_targets": f"[{', '.join(f'{{module_pattern: {name}, C: 64}}' for name in SITES)}]",
-        "pd.steps": 1, "pd.faithfulness_warmup_steps": 0, "eval": "null", "out_dir": out / "runs", "run_id": "p-00000001",
+        "pd.steps": 1, "pd.faithfulness_warmup_steps": 0, "eval": "null",
+        "out_dir": out / "runs", "run_id": "p-00000001",
     }  # fmt: skip
     given = [word for key, value in changed.items() for word in ("--set", f"{key}={value}")]
     pd("train", ROOT / "configs/families/gpt2-sparse.yaml", *given)

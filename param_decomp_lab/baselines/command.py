@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from param_decomp_lab.baselines.figure import comparison_figure
-from param_decomp_lab.baselines.kept import NAME, Kept, comparison_file, keep
+from param_decomp_lab.baselines.kept import Kept, keep
 from param_decomp_lab.baselines.measure import Comparison, compare
 from param_decomp_lab.baselines.parts import Choice
 from param_decomp_lab.baselines.replacements import caption, read_dictionaries
@@ -24,6 +24,7 @@ from param_decomp_lab.eval.run_evaluation import evaluation_batches
 from param_decomp_lab.metrics.figures.save import figure_path, save_figure
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.runs.output_file import check_output_file
+from param_decomp_lab.runs.position_attack import BASELINES_NAME, comparison_file
 from param_decomp_lab.ui.numbers import number
 from param_decomp_lab.ui.tables import plain_table
 
@@ -71,7 +72,7 @@ def compare_with_baselines(
         choice=choice,
     )
     file = out or comparison_file(run.folder, run.step)
-    picture = figure_path(run.folder, NAME, run.step) if out is None else out.with_suffix(".png")
+    picture = figure_path(run.folder, BASELINES_NAME, run.step) if out is None else out.with_suffix(".png")
     show(found, data, console)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

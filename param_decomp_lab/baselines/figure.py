@@ -91,7 +91,9 @@ def _draw_by_l0(axes: Axes, found: Comparison, what: str) -> None:
         label = f"{OWN}, {which}"
         points = sorted((p for p in found.points if p.parts == OWN and p.chosen == chosen), key=lambda p: p.l0)
         axes.plot([p.l0 for p in points], [max(p.error, FLOOR) for p in points], style, color=BLUE, ms=4, label=label)
-    axes.plot(found.own.l0, max(found.own.error, FLOOR), "*", color=VERMILION, ms=14, label="decomposition, λ as masks")
+    # Under the others: the run's other points may lie near it.
+    own = max(found.own.error, FLOOR)
+    axes.plot(found.own.l0, own, "*", color=VERMILION, ms=14, zorder=1.5, label="decomposition, λ as masks")
     for replacement, colour in zip(found.replacements, cycle(BESIDE)):
         label, ladder = plain(replacement.name), replacement.ladder.values()
         axes.plot([p.l0 for p in ladder], [max(p.error, FLOOR) for p in ladder], ".:", color=colour)

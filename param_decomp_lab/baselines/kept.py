@@ -11,12 +11,9 @@ from param_decomp_lab.baselines.matching import shares
 from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
-from param_decomp_lab.runs.folder import EVALUATIONS
+from param_decomp_lab.runs.position_attack import comparison_file
 from param_decomp_lab.safe_io.json_text import read_json
 from param_decomp_lab.ui.numbers import number
-
-NAME = "baselines"
-"""The name of the file, and of the figure beside the run's others."""
 
 
 class Kept(NamedTuple):
@@ -24,11 +21,6 @@ class Kept(NamedTuple):
 
     comparison: Comparison
     data: str
-
-
-def comparison_file(run_folder: Path, step: int) -> Path:
-    """Returns the file of the comparison at a step."""
-    return run_folder / EVALUATIONS / f"{NAME}_{step}.json"
 
 
 def keep(file: Path, kept: Kept) -> None:

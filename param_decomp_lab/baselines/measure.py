@@ -36,9 +36,10 @@ from param_decomp_lab.baselines.saelens import DictionaryFolder
 from param_decomp_lab.compilation import jitted
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
+from param_decomp_lab.runs.position_attack import LAMBDA as LAMBDA
+from param_decomp_lab.runs.position_attack import OWN as OWN
 
-OWN = "decomposition"
-LAMBDA, ON_OFF, LARGEST, BY_GRADIENT = "λ as masks", "λ above", "largest", "by gradient"
+ON_OFF, LARGEST, BY_GRADIENT = "λ above", "largest", "by gradient"
 WITH_K_ON: dict[Choice, str] = {"activation": LARGEST, "gradient": BY_GRADIENT}
 """The name, for each choice, of points with a fixed number of parts on."""
 THRESHOLDS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)

@@ -34,12 +34,14 @@ for (const button of document.querySelectorAll("[data-copy], [data-copy-link]"))
   });
 }
 
-// A link whose page is shown in its place, asked for again while it waits. Without this script it is a link.
-for (const link of document.querySelectorAll("a[data-load]")) {
+// A link whose page is shown in its place, asked for again while it waits; that page may have such links again. Without
+// this script, and outside of a section, it is a link.
+function shownInPlace(link) {
+  const section = link.closest("section");
+  if (!section) return;
   link.addEventListener("click", async (event) => {
     if (event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
     event.preventDefault();
-    const section = link.closest("section");
     const heading = section.querySelector("h2");
     section.setAttribute("aria-live", "polite");
     try {
@@ -49,6 +51,7 @@ for (const link of document.querySelectorAll("a[data-load]")) {
         const found = page.querySelector("[data-loaded]");
         if (!found) throw new Error("another page");
         section.replaceChildren(heading, found);
+        found.querySelectorAll("a[data-load]").forEach(shownInPlace);
         waiting = "waiting" in found.dataset;
         if (waiting) await new Promise((again) => { setTimeout(again, 1000); });
       }
@@ -57,6 +60,7 @@ for (const link of document.querySelectorAll("a[data-load]")) {
     }
   });
 }
+document.querySelectorAll("a[data-load]").forEach(shownInPlace);
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;

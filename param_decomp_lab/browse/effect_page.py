@@ -14,7 +14,7 @@ class EffectPages:
     def __init__(self, pages: Pages, workers: Workers) -> None:
         self._pages, self._workers = pages, workers
 
-    def page(self, opened: Opened, site: str, number: int) -> str:
+    def page(self, opened: Opened, site: str, number: int, by_probability: bool) -> str:
         checked_number(opened, site, number)
         values: dict[str, Any] = {"waiting": "", "wrong": "", "effect": None}
         if not opened.harvest.component(site, number)["firings"]:
@@ -28,4 +28,12 @@ class EffectPages:
                 values["wrong"] = clean(answer.wrong, 2000)
             else:
                 values["effect"] = answer
-        return self._pages.render("effect.html", opened=opened, site=site, n=number, unit=unit(opened), **values)
+        return self._pages.render(
+            "effect.html",
+            opened=opened,
+            site=site,
+            n=number,
+            unit=unit(opened),
+            by_probability=by_probability and unit(opened) == "tokens",
+            **values,
+        )

@@ -4,7 +4,7 @@
 
 const { nodes, edges, drawn } = JSON.parse(document.getElementById("data").textContent);
 const [IMPORTANCE, VALUE, INFLUENCE, ID] = [0, 1, 2, 3];
-const [SOURCE, TARGET, WEIGHT, SHARE] = [0, 1, 2, 3];
+const [SOURCE, TARGET, WEIGHT, SHARE, EFFECT] = [0, 1, 2, 3, 4];
 const LISTED = 60;
 const find = (id) => document.getElementById(id);
 const svg = find("graph");
@@ -75,8 +75,11 @@ const away = (n) => at(n) !== n || state.hidden.includes(nodes[n][ID]);
 const pinned = () => (state.node === null ? null : at(numberOf.get(state.node)));
 const selectable = (n) => marks[n].matches(".component, .group");
 
-// Edges with groups as nodes, added up. Of a group's incoming edges, the share is the mean over its members, weighted by
-// their influence.
+// By node, the sign of a component's activation: an edge of the same sign strengthens it.
+const sign = nodes.map((node, n) => (marks[n].matches(".component") && node[VALUE] < 0 ? -1 : 1));
+
+// Edges with groups as nodes, added up, and their effects beside them. Of a group's incoming edges, the share is the mean
+// over its members, weighted by their influence.
 function merged(found) {
   const sums = new Map();
   for (const [source, target, weight, share] of found) {
@@ -84,8 +87,8 @@ function merged(found) {
     if (from === to || away(from) || away(to)) continue;
     const total = members(to).reduce((sum, n) => sum + nodes[n][INFLUENCE], 0);
     const part = members(to).length === 1 ? 1 : nodes[target][INFLUENCE] / total || 0;
-    const sum = sums.get(from * nodes.length + to) ?? [from, to, 0, 0];
-    sums.set(from * nodes.length + to, [from, to, sum[WEIGHT] + weight, sum[SHARE] + part * share]);
+    const sum = sums.get(from * nodes.length + to) ?? [from, to, 0, 0, 0];
+    sums.set(from * nodes.length + to, [from, to, sum[WEIGHT] + weight, sum[SHARE] + part * share, sum[EFFECT] + weight * sign[target]]);
   }
   return [...sums.values()];
 }
@@ -135,11 +138,11 @@ function button(text, action) {
 const centre = (n) => ["cx", "cy"].map((name) => Number(marks[n].querySelector("circle").getAttribute(name)));
 
 // As `graph_drawing.py:_line` draws it.
-function line([source, target, weight], strength) {
+function line([source, target, , , effect], strength) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", "path");
   const [[x1, y1], [x2, y2]] = [centre(source), centre(target)];
   const bend = [(x1 + x2) / 2 - (y2 - y1) / 8, (y1 + y2) / 2 + (x2 - x1) / 8].map(Math.round);
-  for (const [name, value] of [["d", `M${x1} ${y1}Q${bend.join(" ")} ${x2} ${y2}`], ["class", weight > 0 ? "up" : "down"],
+  for (const [name, value] of [["d", `M${x1} ${y1}Q${bend.join(" ")} ${x2} ${y2}`], ["class", effect > 0 ? "up" : "down"],
     ["stroke-width", (0.6 + 4 * strength).toFixed(1)], ["stroke-opacity", (0.25 + 0.6 * strength).toFixed(2)]]) made.setAttribute(name, value);
   return made;
 }
@@ -192,7 +195,7 @@ function table(title, found, end) {
     const link = element("a", nameOf(edge[end]), { href: marks[edge[end]].getAttribute("href") });
     wire(link, edge[end]);
     name.append(link, " ", element("small", placeOf(edge[end])));
-    row.append(name, element("td", number(edge[WEIGHT]), { class: `num ${edge[WEIGHT] > 0 ? "up" : "down"}` }),
+    row.append(name, element("td", does(edge), { class: way(edge) }), element("td", number(edge[WEIGHT]), { class: `num ${way(edge)}` }),
       element("td", percent(edge[SHARE]), { class: "num" }));
     body.append(row);
   }
@@ -200,6 +203,27 @@ function table(title, found, end) {
   part.append(made);
   if (found.length > LISTED) part.append(element("p", `The largest ${LISTED} of ${found.length}.`, { class: "note" }));
   return part;
+}
+
+const way = (edge) => (edge[EFFECT] > 0 ? "up" : "down");
+
+// As `graph_pages.py:_does`.
+function does(edge) {
+  const words = marks[edge[TARGET]].matches(".component") ? ["strengthens", "weakens"] : marks[edge[TARGET]].matches(".output") ? ["raises", "lowers"] : ["", ""];
+  return words[edge[EFFECT] > 0 ? 0 : 1];
+}
+
+// What U writes, turned round where the activation has the other sign than at the node that the list explains.
+function turn(said, n) {
+  const lens = said.querySelector(".lens");
+  const own = sign[n] < 0 ? "-" : "+";
+  if (!lens || lens.dataset.sign === own) return;
+  lens.dataset.sign = own;
+  const [here, raises, lowers] = lens.children;
+  here.textContent = `a ${sign[n] < 0 ? "<" : ">"} 0`;
+  const [up, down] = [[...raises.childNodes], [...lowers.childNodes]];
+  raises.replaceChildren(...down);
+  lowers.replaceChildren(...up);
 }
 
 // The parts of a residual error; null where they are not known.
@@ -229,6 +253,7 @@ function describe(n) {
   for (const member of members(n)) {
     if (group) what.append(element("p", `${ownName(member)} · ${nodes[member][ID]}`));
     const said = explained.get(subject(member))?.cloneNode(true);
+    if (said) turn(said, member);
     if (said) what.append(said);
     if (said) said.open = !group;
   }

@@ -14,7 +14,7 @@ LINE = 15
 """Pixels from one line of nodes to the next, and from node to node where they have no names."""
 CHARACTER = 6.1
 """Pixels of a character of a name, in a monospace font of 10 pixels."""
-NAME_CHARACTERS = 13
+NAME_CHARACTERS = 16
 SLOT = 16 + round(CHARACTER * NAME_CHARACTERS)
 """Pixels of a node with its name beside it."""
 NAMED_LINES = 4
@@ -27,7 +27,9 @@ NARROW = 40
 """Pixels of a position at least."""
 TITLE = 15
 """Pixels of the line with a row's name."""
-LONG = 640
+FILLED = 880
+"""Pixels that a narrower picture is spread to, about what its frame has beside the list."""
+LONG = 1000
 """From this width on, a row's name stands at both ends of its line."""
 
 
@@ -132,15 +134,15 @@ def draw_graph(
         y += LINE * lines + 6
     marks.sort(key=lambda mark: mark.number)
     of_node = {n: marks[k] for n, k in numbers.items()}
-    drawn = [_line(of_node[e.source], of_node[e.target], e.weight, strength) for e, strength in edges]
+    drawn = [_line(of_node[e.source], of_node[e.target], graph.effect(e), strength) for e, strength in edges]
     return Drawing(width, round(y) + 38, marks, titles, columns, drawn, width > LONG)
 
 
-def _line(source: DrawnNode, target: DrawnNode, weight: float, strength: float) -> DrawnEdge:
+def _line(source: DrawnNode, target: DrawnNode, effect: float, strength: float) -> DrawnEdge:
     x, y = target.x - source.x, target.y - source.y
     bend = f"{round(source.x + x / 2 - y / 8)} {round(source.y + y / 2 + x / 8)}"
     return DrawnEdge(
-        f"M{source.x:g} {source.y:g}Q{bend} {target.x:g} {target.y:g}", "up" if weight > 0 else "down",
+        f"M{source.x:g} {source.y:g}Q{bend} {target.x:g} {target.y:g}", "up" if effect > 0 else "down",
         round(0.6 + 4 * strength, 1), round(0.25 + 0.6 * strength, 2),
     )  # fmt: skip
 
@@ -167,7 +169,8 @@ def _columns_of(
     graph: Graph, cells: Cells, shown: Mapping[int, Shown]
 ) -> tuple[list[tuple[str, str, int, float]], dict[int, float], dict[int, int], int]:
     """The columns, where each begins, how many named nodes stand side by side in it (0 where none is named), and the
-    width of all. Tokens behind the last node have no column."""
+    width of all. Tokens behind the last node have no column. Where there is room, more nodes stand side by side, and
+    the columns are spread."""
     last = max((position for _, position in cells), default=-1)
     influence: dict[int, float] = defaultdict(float)
     named: dict[int, int] = defaultdict(int)
@@ -178,15 +181,23 @@ def _columns_of(
         named[position] = max(named[position], len(with_name))
         influence[position] += sum(graph.nodes[n].influence for n in with_name)
     chosen = sorted((p for p in named if named[p]), key=lambda p: (-influence[p], p))[:NAMED_COLUMNS]
-    columns, start, across, x = [], {}, {}, 8.0
-    for position in range(last + 1):
-        across[position] = (1 if named[position] <= 3 else 2) if position in chosen else 0
-        dots = LINE * min(most[position], ACROSS) + 8
-        wide = SLOT * across[position] if across[position] else max(NARROW, dots)
-        start[position] = x
+    across = {p: (1 if named[p] <= 3 else 2) if p in chosen else 0 for p in range(last + 1)}
+
+    def wide(p: int) -> int:
+        return SLOT * across[p] if across[p] else max(NARROW, LINE * min(most[p], ACROSS) + 8)
+
+    room = FILLED - 20 - sum(map(wide, across))
+    while room >= SLOT and (stacked := [p for p in chosen if named[p] > across[p]]):
+        across[max(stacked, key=lambda p: (named[p] / across[p], -p))] += 1
+        room -= SLOT
+    gap = max(0, room) / max(len(across), 1)
+    columns, start, x = [], {}, 8.0
+    for position in across:
+        start[position] = x + gap / 2
         token = clean(graph.tokens[position], STORED_CHARACTERS) if position < len(graph.tokens) else ""
-        columns.append((fit(token, int(wide / CHARACTER) - 1), token, position, x + 2))
-        x += wide
+        space = int((wide(position) + gap / 2) / CHARACTER) - 1
+        columns.append((fit(token, space), token, position, round(start[position] + 2, 1)))
+        x += wide(position) + gap
     return columns, start, across, round(x) + 12
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import address, clean, shown_tokens
+from param_decomp_lab.browse.pages import address, brief, clean, shown_tokens
 from param_decomp_lab.data.token_names import STORED_CHARACTERS
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.graph import Graph, Node
@@ -106,9 +106,9 @@ def node_name(opened: Opened, graph: Graph, node: Node) -> str:
         case "component":
             label = opened.labels.of_site(node.site).get(node.number, "").strip()
             if label:
-                return clean(label, 80)
+                return brief(label)
             tokens = _tokens(opened, node.site, node.number)
-            return clean(" ".join(tokens), 80) if tokens else f"component {node.number}"
+            return brief(" ".join(tokens)) if tokens else f"component {node.number}"
         case "rest":
             return "residual error"
         case "biases":

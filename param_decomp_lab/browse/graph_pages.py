@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from param_decomp_lab.folders import not_written
 from param_decomp_lab.graph.graph import FOLDER, Edge, Graph, Node, merge_groups
 from param_decomp_lab.graph.show import graph_file
 from param_decomp_lab.harvest.files import Groups
+from param_decomp_lab.schema.site_names import short_sites
 
 LISTED = 100
 """Graphs in a list, the newest first."""
@@ -141,8 +142,9 @@ class GraphPages:
         entries = self._entries(opened, graph, served, link, view.chosen)
         scores = [_edge_score(graph, edge) for edge in edges]
         drawn = min(view.edges, len(edges))
+        short = short_sites(sorted({graph.nodes[n].site for n in served if graph.nodes[n].kind == "component"}))
         drawing = draw_graph(
-            graph, served, {n: _shown(graph.nodes[n], entries[k]) for k, n in enumerate(served)},
+            graph, served, {n: _shown(graph.nodes[n], entries[k], short) for k, n in enumerate(served)},
             list(opened.harvest.sites), at, own if at is not None else _strongest(edges, scores, drawn),
         )  # fmt: skip
         data = {
@@ -162,7 +164,10 @@ class GraphPages:
             lists=None if at is None else self._lists(opened, graph, at, link),
             data=Markup(text.replace("<", "\\u003c")), left_out=len(graph.nodes) - len(served),
             edges_left_out=between - len(edges), prompt=clean(graph.prompt, 2000), unit=unit(opened),
-            outputs=[{"token": output_name(graph, n), "node": n} for n in graph.outputs],
+            outputs=[
+                {"token": output_name(graph, n), "node": n, "sum": sum(e.weight for _, e in graph.into(n))}
+                for n in graph.outputs
+            ],
         )  # fmt: skip
 
     def _entries(
@@ -202,7 +207,14 @@ class GraphPages:
         def rows(pairs: list[tuple[Node, Edge]]) -> list[dict[str, Any]]:
             names = node_names(opened, graph, [other for other, _ in pairs])
             return [
-                {"name": name, "where": where(graph, other), "edge": edge, "href": link(node=other.id)}
+                {
+                    "name": name,
+                    "where": where(graph, other),
+                    "edge": edge,
+                    "href": link(node=other.id),
+                    "effect": graph.effect(edge),
+                    "does": _does(graph, edge),
+                }
                 for name, (other, edge) in zip(names, pairs, strict=True)
             ]
 
@@ -214,9 +226,18 @@ class GraphPages:
         }  # fmt: skip
 
 
-def _shown(node: Node, entry: dict[str, Any]) -> Shown:
+def _does(graph: Graph, edge: Edge) -> str:
+    """In a word; "" into a group, whose members' activations may have either sign."""
+    target = graph.nodes[edge.target].kind
+    words = {"component": ("strengthens", "weakens"), "output": ("raises", "lowers")}.get(target, ("", ""))
+    return words[graph.effect(edge) <= 0]
+
+
+def _shown(node: Node, entry: dict[str, Any], short: Mapping[str, str]) -> Shown:
     # The token of an embedding stands at the foot of its column.
     name = {"embedding": "", "rest": "error", "biases": "biases"}.get(node.kind, entry["name"])
+    if node.kind == "component":
+        name = f"{clean(short[node.site], 40)}:{node.number} {name}"
     return Shown(name, f"{entry['name']} · {entry['where']}", entry["href"])
 
 

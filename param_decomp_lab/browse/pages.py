@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -21,12 +22,16 @@ from param_decomp_lab.harvest.files import Example
 from param_decomp_lab.harvest.files.labels import LONGEST, LONGEST_NAME
 from param_decomp_lab.harvest.files.scores import CHANCE
 from param_decomp_lab.harvest.files.tables import AT_ONE, RARE_TOKEN
-from param_decomp_lab.report.verdict import sentence, verdict
-from param_decomp_lab.runs.evaluation_rows import l0_table
+from param_decomp_lab.report.verdict import HeadlineCard, sentence, verdict
+from param_decomp_lab.runs.evaluation_rows import L0, l0_table
+from param_decomp_lab.runs.folder import CONFIG_FILE
 from param_decomp_lab.runs.listing import RunStatus
+from param_decomp_lab.runs.position_attack import find_position_attack
 from param_decomp_lab.runs.series import series_by_key
 from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.safe_io.yaml_text import read_mapping
 from param_decomp_lab.schema.site_names import expert_of
+from param_decomp_lab.ui.charts import Series
 from param_decomp_lab.ui.numbers import amount, number, percent, signed
 from param_decomp_lab.ui.templates import templates_beside
 
@@ -116,12 +121,18 @@ class Pages:
             logged = next((s for s in l0.sites if s.name == site.name), None) if l0 else None
             rows.append({"site": site, "labelled": labelled.get(site.name, 0), "logged": logged})
         return self.render(
-            "harvest.html", opened=opened, plan=plan, status=status, rows=rows, cards=verdict(series, {}, l0),
+            "harvest.html", opened=opened, plan=plan, status=status, rows=rows, cards=self._cards(opened, series, l0),
             sentence=sentence(series, l0), search=search, found=found, labelled=sum(labelled.values()),
             C=sum(site.C for site in plan.sites), page=page, pages=pages,
             others=self._others(opened), copied=0 if self.only is None else self.only.count,
             experts=l0 is not None and l0.has_experts,
         )  # fmt: skip
+
+    def _cards(self, opened: Opened, series: Mapping[str, Series], l0: L0 | None) -> list[HeadlineCard]:
+        config: Mapping[str, Any] = {}
+        with suppress(UserError):  # damaged: the numbers are shown without what they are about
+            config = read_mapping(opened.run_folder / CONFIG_FILE, "the configuration of a run")
+        return verdict(series, config, l0, find_position_attack(opened.run_folder))
 
     def _others(self, opened: Opened) -> list[tuple[str, str]]:
         """Harvests that one can be matched with; a copy has none."""
@@ -380,4 +391,4 @@ def _site_neighbours(opened: Opened, site: str) -> tuple[str | None, str | None]
 
 
 def _headline(status: RunStatus) -> list[tuple[str, str]]:
-    return [(name, number(value)) for name, value in status.main.items()]
+    return [(name, number(value)) for name, value in status.headline.items()]

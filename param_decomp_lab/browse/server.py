@@ -121,7 +121,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             name, _, number = given["of"].rpartition(":")
             asked = given.get("text", ""), _known_site(name, opened), _number(number)
             return HTMLResponse(await asyncio.to_thread(texts.of_component, opened, *asked))
-        at = _number(given["at"]) if given.get("at") else 0
+        at = _number(given["at"]) if given.get("at") else None
         return HTMLResponse(await asyncio.to_thread(texts.page, opened, given.get("text", ""), at, given.get("by", "")))
 
     @of_harvest
@@ -194,7 +194,9 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
         given = request.query_params
         name = _known_site(given.get("site", ""), opened)
         number = _number(given.get("component", ""))
-        return HTMLResponse(await asyncio.to_thread(effects.page, opened, name, number))
+        return HTMLResponse(
+            await asyncio.to_thread(effects.page, opened, name, number, given.get("by") == "probability")
+        )
 
     @of_harvest
     async def groups(request: Request, opened: Opened) -> Response:

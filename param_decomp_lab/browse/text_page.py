@@ -55,8 +55,8 @@ class TextPages:
     def __init__(self, pages: Pages, workers: Workers) -> None:
         self._pages, self._workers = pages, workers
 
-    def page(self, opened: Opened, text: str, at: int, order: str) -> str:
-        """``order``: one of `ORDERS`; anything else is the first."""
+    def page(self, opened: Opened, text: str, at: int | None, order: str) -> str:
+        """``at``: as of `_found`. ``order``: one of `ORDERS`; anything else is the first."""
         order = order if order in ORDERS else next(iter(ORDERS))
         values: dict[str, Any] = {"wrong": _too_long(text), "waiting": "", "found": None}
         if text.strip() and not values["wrong"]:
@@ -66,7 +66,10 @@ class TextPages:
             elif answer.wrong:
                 values["wrong"] = clean(answer.wrong, 2000)
             else:
-                values |= self._found(opened, answer, at) | {"strongest": _strongest_components(opened, answer, order)}
+                values |= self._found(opened, answer, at) | {
+                    "strongest": _strongest_components(opened, answer, order),
+                    "has_bos": answer.has_bos,
+                }
         return self._pages.render(
             "text.html",
             opened=opened,
@@ -95,9 +98,10 @@ class TextPages:
             site=site, n=number, id=f"{site}:{number}", label=opened.labels.of_site(site).get(number, ""), **values,
         )  # fmt: skip
 
-    def _found(self, opened: Opened, answer: TextAnswer, at: int) -> dict[str, Any]:
-        """``at``: the number of the token whose components are listed."""
-        at = min(at, answer.positions - 1)
+    def _found(self, opened: Opened, answer: TextAnswer, at: int | None) -> dict[str, Any]:
+        """``at``: the number of the token whose components are listed; None for the last."""
+        last = answer.positions - 1
+        at = last if at is None else min(at, last)
         first = at // SPAN * SPAN
         shown = range(first, min(first + SPAN, answer.positions))
         if opened.harvest.plan.inputs == "tokens":
@@ -138,13 +142,15 @@ def _too_long(text: str) -> str:
 
 def _strongest_components(opened: Opened, answer: TextAnswer, order: str) -> list[dict[str, Any]]:
     """The components of all sites that are strongest in the text, each at the place where it is, by ``order``; where
-    that is the same, by ``λ · |a|``. Only places where λ is above the harvest's threshold count."""
+    that is the same, by ``λ · |a|``. Only places where λ is above the harvest's threshold count. A BOS does not count:
+    what fires there is strongest in every text."""
     best: list[tuple[float, float, str, int, int, float, float, int]] = []
     for name, found in answer.sites.items():
         size = np.abs(found.activation)
         both = found.importance * size
         value = {"both": both, "importance": found.importance, "activation": size}[order]
         by_value = np.lexsort((-both, -value))
+        by_value = by_value[found.position[by_value] >= answer.has_bos]
         components, first, count = np.unique(found.component[by_value], return_index=True, return_counts=True)
         for c, k, n in zip(components.tolist(), by_value[first].tolist(), count.tolist(), strict=True):
             lam, a = float(found.importance[k]), float(found.activation[k])

@@ -41,10 +41,11 @@ class SiteFirings:
 @dataclass(frozen=True)
 class TextAnswer:
     """``tokens``: the ids of the text; of a toy's input, which is one position, the active features. ``wrong``: why
-    there is no answer, "" if there is one."""
+    there is no answer, "" if there is one. ``has_bos``: whether the first position is a BOS that others follow."""
 
     tokens: list[int] = field(default_factory=list)
     positions: int = 0
+    has_bos: bool = False
     sites: dict[str, SiteFirings] = field(default_factory=dict)
     wrong: str = ""
 
@@ -207,12 +208,15 @@ class EffectQuestion:
 @dataclass(frozen=True)
 class SignEffect:
     """``up``, ``down``: name of an output, mean change (of its log-probability; a toy's: of its value), and its mean
-    with and without the component, at the ``places`` where the activation has this sign."""
+    with and without the component, at the ``places`` where the activation has this sign. ``up_by_probability``,
+    ``down_by_probability``: those whose mean probability moves most."""
 
     sign: str
     places: int
     up: list[tuple[str, float, float, float]]
     down: list[tuple[str, float, float, float]]
+    up_by_probability: list[tuple[str, float, float, float]]
+    down_by_probability: list[tuple[str, float, float, float]]
 
 
 @dataclass(frozen=True)
@@ -502,8 +506,9 @@ def _effect(run: Any, question: EffectQuestion) -> EffectAnswer:
     found = run.effect(question.site, question.number, places=question.places, harvest=Harvest(question.harvest))
     signs = []
     for sign, part in found.by_sign().items():
-        up, down = ([(o.name, o.change, o.before, o.after) for o in outputs] for outputs in (part.up, part.down))
-        signs.append(SignEffect(sign, part.n, up, down))
+        kinds = part.up, part.down, part.up_by_probability, part.down_by_probability
+        rows = ([(o.name, o.change, o.before, o.after) for o in outputs] for outputs in kinds)
+        signs.append(SignEffect(sign, part.n, *rows))
     return EffectAnswer(signs, (found.error, found.standard_error), found.n)
 
 
@@ -554,4 +559,5 @@ def _what_fires(run: Any, text: str, sites: tuple[str, ...], threshold: float) -
         activation = np.asarray(activations[name]).reshape(importance.shape)[position, component]
         values = importance[position, component].astype(np.float32), activation.astype(np.float32)
         found[name] = SiteFirings(position.astype(np.int32), component.astype(np.int32), *values)
-    return TextAnswer(tokens, len(importance), found)
+    has_bos = len(importance) > 1 and run.text is not None and run.text.bos == tokens[0]
+    return TextAnswer(tokens, len(importance), has_bos, found)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.runs.configuration import component_counts
+from param_decomp_lab.runs.configuration import attack_name, component_counts
 from param_decomp_lab.runs.evaluation_rows import attacks, kl, l0_names, l0_table
 from param_decomp_lab.runs.folder import CONFIG_FILE
 from param_decomp_lab.runs.listing import RunStatus, find_runs
@@ -22,7 +22,6 @@ from param_decomp_lab.ui.charts import Series
 
 MASKINGS = {"ci_masked": "λ as masks", "rounded_masked": "λ rounded", "stoch_masked": "stochastic"}
 """The maskings whose KL is compared."""
-ATTACK = "attack"
 
 
 @dataclass(frozen=True)
@@ -63,13 +62,10 @@ class Record:
     @cached_property
     def errors(self) -> dict[str, Series]:
         """The errors that are plotted against L0, by name: KL under maskings and attacks, or the losses of a toy's
-        evaluation.
+        evaluation. Attacks that differ in what they find masks for have different names.
         """
         found = {words: series for name, words in MASKINGS.items() if (series := kl(self.series, name))}
-        attacked = {
-            ATTACK if name == "PGDReconLoss" else f"{ATTACK}, {name}": series
-            for name, series in attacks(self.series).items()
-        }
+        attacked = {attack_name(self.config or {}, name): series for name, series in attacks(self.series).items()}
         prefix = "eval/loss/"
         losses = {key.removeprefix(prefix): series for key, series in self.series.items() if key.startswith(prefix)}
         whole = {name: x for name, x in losses.items() if "/" not in name}  # not a part of one (R6)

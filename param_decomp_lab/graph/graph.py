@@ -255,6 +255,12 @@ class Graph:
         found = [(self.nodes[edge.target], edge) for edge in self.edges if edge.source == number]
         return sorted(found, key=lambda pair: -abs(pair[1].weight))
 
+    def effect(self, edge: Edge) -> float:
+        """The weight with the sign of what the edge does here: positive where it strengthens a component, whose
+        activation may be negative, or raises an output."""
+        target = self.nodes[edge.target]
+        return -edge.weight if target.kind == "component" and target.value < 0 else edge.weight
+
     def behind(self, node: Node | str) -> Behind:
         """What a residual error is made of: its delta, and the components of largest part that do not fire there
         (E10). Raises UserError for another node, and for a graph of an earlier version, which does not have it."""

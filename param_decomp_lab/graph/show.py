@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -10,11 +11,15 @@ from rich.progress import Progress as ProgressBar
 from rich.progress import TextColumn, TimeElapsedColumn
 
 from param_decomp_lab.graph.graph import FOLDER, Graph, Node, Optimized
+from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.schema.site_names import short_sites
 from param_decomp_lab.ui.numbers import number, percent
 from param_decomp_lab.ui.tables import plain_table
 
 SHOWN = 20
 """Components that are printed."""
+WIDEST = 34
+"""Longest id that is not wrapped, in characters: with it the table has room in 80 columns."""
 
 
 class ProgressLine:
@@ -63,20 +68,28 @@ def show_graph(console: Console, graph: Graph) -> None:
     console.print(outputs)
     table = plain_table(
         "Components of largest influence",
-        ("component", "wrap"), ("at", "wrap"), ("influence", "right"), ("λ", "right"), ("a", "right"),
-        ("leads to most", "wrap"),
+        ("component", "wrap"), ("token", "wrap"), ("influence", "right"), ("λ", "right"), ("a", "right"),
+        ("most to", "wrap"),
     )  # fmt: skip
+    # An id in one piece can be copied; a long one takes more lines.
+    table.columns[0].no_wrap = all(len(node.id) <= WIDEST for node in graph.components[:SHOWN])
+    short = short_sites(sorted({node.site for node in graph.components}))
+    led_to: set[str] = set()
     for node in graph.components[:SHOWN]:
         leads = graph.out_of(node)
+        led_to |= {leads[0][0].site} & {*short} if leads else set()
         table.add_row(
-            f"{node.site} {node.number}",
-            _place(graph, node),
+            node.id,
+            _token(graph, node),
             percent(node.influence),
             number(node.importance),
             number(node.value),
-            _brief(graph, leads[0][0]) if leads else "",
+            _brief(graph, leads[0][0], short) if leads else "",
         )
     console.print(table)
+    if led_to:
+        named = ", ".join(f"{short[site]} is {site}" for site in sorted(led_to))
+        console.print(printable(f"Most to: the target of the largest edge; {named}."), highlight=False, markup=False)
     if graph.optimized is not None:
         _show_optimized(console, graph.optimized)
     shares = graph.shares
@@ -112,14 +125,12 @@ def _show_optimized(console: Console, found: Optimized) -> None:
         console.print("Nothing smaller stood all three: these are the run's own importances.")
 
 
-def _place(graph: Graph, node: Node) -> str:
-    """The token at a node's position, and its number."""
-    if 0 <= node.position < len(graph.tokens):
-        return f"'{graph.tokens[node.position]}' {node.position}"
-    return ""
+def _token(graph: Graph, node: Node) -> str:
+    """The token at a node's position."""
+    return f"'{graph.tokens[node.position]}'" if 0 <= node.position < len(graph.tokens) else ""
 
 
-def _brief(graph: Graph, node: Node) -> str:
+def _brief(graph: Graph, node: Node, short: Mapping[str, str]) -> str:
     if node.kind == "output":
-        return f"output '{graph.output_names[node.number]}'"
-    return f"{node.site} {node.number} at {node.position}"
+        return f"'{graph.output_names[node.number]}'"
+    return f"{short.get(node.site, node.site)}:{node.number}@{node.position}"

@@ -106,6 +106,16 @@ class Effect:
         """The same of those that go down."""
         return self._largest(-1)
 
+    @property
+    def up_by_probability(self) -> tuple[ChangedOutput, ...]:
+        """The `OUTPUTS` whose mean probability (value) rises most without the component, the most changed first."""
+        return self._named(self.after - self.before)
+
+    @property
+    def down_by_probability(self) -> tuple[ChangedOutput, ...]:
+        """The same of those that fall."""
+        return self._named(self.before - self.after)
+
     def at(self, chosen: Bool[np.ndarray, " n"]) -> "Effect":
         """The effect at some of the places: ``effect.at(effect.activations > 0)``."""
         arrays = ("rows", "positions", "activations", "with_it", "without_it")
@@ -124,6 +134,10 @@ class Effect:
         moved = sign * self.change
         if self.of_text:
             moved[np.maximum(self.before, self.after) < LEAST] = 0
+        return self._named(moved)
+
+    def _named(self, moved: Float[np.ndarray, " d"]) -> tuple[ChangedOutput, ...]:
+        """The outputs of largest ``moved``, which is above 0."""
         chosen = [int(k) for k in np.argsort(-moved, kind="stable")[:OUTPUTS] if moved[k] > 0]
         return tuple(
             ChangedOutput(k, name, float(self.change[k]), float(self.before[k]), float(self.after[k]))

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from param_decomp_lab.metrics.ce_kl import MEASURES
+from param_decomp_lab.runs.configuration import attack_name
 from param_decomp_lab.runs.evaluation_rows import attacks, ce_kl_table, kl, l0_table, relative
 from param_decomp_lab.runs.series import series_by_key, training_seconds
 from param_decomp_lab.ui.charts import Series
@@ -17,13 +18,15 @@ MANY_SITES = 32
 """With more sites than this the table shows those with the largest and the smallest shares."""
 
 
-def summary_table(metrics_rows: Iterable[Mapping[str, Any]], sites: Mapping[str, int]) -> list[Table]:
+def summary_table(
+    metrics_rows: Iterable[Mapping[str, Any]], sites: Mapping[str, int], config: Mapping[str, Any] | None = None
+) -> list[Table]:
     """Tables for ``console.print(*tables)``, only those for which the rows (of ``metrics.jsonl``) have numbers.
 
-    ``sites``: site name -> C, in canonical order.
+    ``sites``: site name -> C, in canonical order. ``config``: the run's, which says what the attack is.
     """
     series = series_by_key(metrics_rows)
-    tables = [_losses(series), _ce_kl(series), _l0(series, sites), _toy(series)]
+    tables = [_losses(series), _ce_kl(series, config or {}), _l0(series, sites), _toy(series)]
     return [table for table in tables if table.row_count]
 
 
@@ -53,7 +56,7 @@ def _losses(series: Mapping[str, Series]) -> Table:
     return table
 
 
-def _ce_kl(series: Mapping[str, Series]) -> Table:
+def _ce_kl(series: Mapping[str, Series], config: Mapping[str, Any]) -> Table:
     rows = ce_kl_table(series)
     measures = [measure for measure in MEASURES if any(measure in row.cells for row in rows)]
     short = {"kl": "kl", "ce_difference": "Δ ce", "ce_unrecovered": "not recovered"}
@@ -70,7 +73,7 @@ def _ce_kl(series: Mapping[str, Series]) -> Table:
         share = relative(own.last, zero.last) if own and zero and row.masking != "zero_masked" else None
         table.add_row(row.masking.removesuffix("_masked"), *cells, percent(share) if share is not None else "")
     for name, values in attacks(series).items():
-        label = "attack" if name == "PGDReconLoss" else f"attack ({name})"
+        label = attack_name(config, name).replace(", ", ",\n")
         share = relative(values.last, zero.last) if zero else None
         padding = [Text("")] * max(len(measures) - 1, 0)
         if not measures:

@@ -1,12 +1,13 @@
 """Headline metrics of a decomposition, each compared with a rule of thumb."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from param_decomp_lab.runs.configuration import attack_steps, least_p
+from param_decomp_lab.runs.configuration import PER_POSITION, attack_name, attack_steps, least_p
 from param_decomp_lab.runs.evaluation_rows import L0, attacks, kl, relative
+from param_decomp_lab.runs.position_attack import PositionAttack
 from param_decomp_lab.tracking.collapse import CI_GRADIENTS, LIMIT, growths
 from param_decomp_lab.ui.charts import Series
 from param_decomp_lab.ui.numbers import number, percent
@@ -29,8 +30,16 @@ class HeadlineCard:
     good: bool | None = None
 
 
-def verdict(series: Mapping[str, Series], config: Mapping[str, Any], l0: L0 | None) -> list[HeadlineCard]:
-    """Cards for whatever was logged: the KLs relative to zero-masked, the attack, L0; on toys the identity error."""
+def verdict(
+    series: Mapping[str, Series],
+    config: Mapping[str, Any],
+    l0: L0 | None,
+    position_attack: PositionAttack | None = None,
+) -> list[HeadlineCard]:
+    """Cards for whatever was logged: the KLs relative to zero-masked, the attack, L0; on toys the identity error.
+
+    ``position_attack``: from the run's comparison with baselines, where it has one; shown beside the evaluation's.
+    """
     zero = kl(series, "zero_masked")
     cards: list[HeadlineCard] = []
     unmasked = kl(series, "unmasked")
@@ -46,12 +55,12 @@ def verdict(series: Mapping[str, Series], config: Mapping[str, Any], l0: L0 | No
             share = relative(values.last, zero.last if zero else None)
             cards.append(_card(label, values.last, share, limit, rule))
     for name, values in attacks(series).items():
-        n_steps = attack_steps(config, name)
-        label = f"Attack, {n_steps} steps" if n_steps else "Attack"
-        if name != "PGDReconLoss":
-            label += f" ({name})"
+        label, n_steps = attack_name(config, name), attack_steps(config, name)
         share = relative(values.last, zero.last if zero else None)
-        cards.append(_card(label, values.last, share, 0.25, "≤ 1/4 of zero-masked"))
+        card = _card(f"A{label[1:]}", values.last, share, 0.25, "≤ 1/4 of zero-masked")
+        cards.append(replace(card, detail=_listed(f"{n_steps} steps" if n_steps else "", card.detail)))
+    if position_attack is not None:
+        cards.append(_position_card(position_attack, zero))
     if l0 and l0.mean is not None and l0.mean_C:
         share = l0.mean / l0.mean_C
         value = f"{_mean_l0(l0.mean)} of {number(l0.mean_C)}"
@@ -100,6 +109,20 @@ def sentence(series: Mapping[str, Series], l0: L0 | None) -> str:
         f"{number(l0.mean_C)} active at an average site and position, the model's predictions move {percent(share)} "
         "as far, in KL, as with all components switched off."
     )
+
+
+def _position_card(found: PositionAttack, zero: Series | None) -> HeadlineCard:
+    """The comparison has rows of its own, so that its share of zero-masked is about right."""
+    share = relative(found.error, zero.last if zero else None)
+    of_zero = f"{percent(share)} of zero-masked" if share is not None else ""
+    earlier = f"at step {found.step:,}" if zero and found.step < zero.steps[-1] else ""
+    detail = _listed(f"{found.n_steps} steps", of_zero, earlier)
+    rule = "compare it with the baselines’"
+    return HeadlineCard(f"Attack, {PER_POSITION}", number(found.error), detail, rule, share)
+
+
+def _listed(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
 
 
 def _mean_l0(mean: float) -> str:

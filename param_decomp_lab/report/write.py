@@ -24,6 +24,7 @@ from param_decomp_lab.runs.evaluation_rows import L0, attacks, ce_kl_table, kl, 
 from param_decomp_lab.runs.folder import CONFIG_FILE, ENVIRONMENT_FILE, EXAMPLES_FILE
 from param_decomp_lab.runs.imported import IMPORTED_FILE, read_imported
 from param_decomp_lab.runs.metrics_file import METRICS_FILE, read_metrics
+from param_decomp_lab.runs.position_attack import find_position_attack
 from param_decomp_lab.runs.series import series_by_key, training_seconds
 from param_decomp_lab.safe_io.files import read_text
 from param_decomp_lab.safe_io.json_text import read_json
@@ -111,7 +112,7 @@ def render_report(run_folder: Path, component_address: Callable[[str, int], str]
         n_steps=n_steps if isinstance(n_steps, int) else None,
         duration=duration(seconds) if seconds and isfinite(seconds) else None,
         sentence=sentence(series, l0),
-        cards=verdict(series, config, l0),
+        cards=verdict(series, config, l0, find_position_attack(run_folder)),
         terms=terms,
         loss_charts=loss_charts,
         folded_charts=_folded_charts(series, x_max),
@@ -119,9 +120,9 @@ def render_report(run_folder: Path, component_address: Callable[[str, int], str]
         toy=any(key.startswith("eval/identity_ci_error/") for key in series),
         measures=[m for m in MEASURES if any(m in row.cells for row in ce_kl)],
         ce_target=next((s for key, s in series.items() if key in ("eval/ce_kl/ce_target", "eval/ce_target")), None),
-        attacks=attacks(series),
+        attacks=_attacks(series, config),
         eval_steps=eval_steps,
-        kl_chart=_kl_chart(series, x_max),
+        kl_chart=_kl_chart(series, config, x_max),
         l0=l0,
         l0_charts=_l0_charts(l0, x_max),
         other_metrics=_other_metrics(series),
@@ -204,7 +205,13 @@ def _folded_charts(series: Mapping[str, Series], x_max: int) -> dict[str, list[C
     return {heading: groups[heading] for heading in order if heading in groups}
 
 
-def _kl_chart(series: Mapping[str, Series], x_max: int) -> Chart | None:
+def _attacks(series: Mapping[str, Series], config: Mapping[str, Any]) -> list[tuple[str, str, Series]]:
+    """Key, what it is called, and values."""
+    found = attacks(series).items()
+    return [(name, configuration.attack_name(config, name), values) for name, values in found]
+
+
+def _kl_chart(series: Mapping[str, Series], config: Mapping[str, Any], x_max: int) -> Chart | None:
     drawn: dict[str, Series] = {}
     colors: list[str] = []
     for masking, color in KL_COLORS.items():
@@ -212,8 +219,8 @@ def _kl_chart(series: Mapping[str, Series], x_max: int) -> Chart | None:
         if values:
             drawn[masking.replace("_", " ")] = values
             colors.append(color)
-    for name, values in attacks(series).items():
-        drawn["attack" if name == "PGDReconLoss" else f"attack ({name})"] = values
+    for _, called, values in _attacks(series, config):
+        drawn[called] = values
         colors.append("var(--c5)")
     if any(key.startswith("eval/ce_kl/kl_") for key in series):
         title, note = "KL from the target's output at every evaluation", "nats per position"

@@ -15,6 +15,14 @@ from param_decomp_lab.schema.site_names import matches_module
 from param_decomp_lab.schema.strict import Positive
 from param_decomp_lab.ui.numbers import exact, number
 
+PER_POSITION = "a mask for each position"
+SCOPES = {
+    "shared_across_batch": "one mask for the batch",
+    "per_row": "a mask for each row",
+    "unique_per_datapoint": PER_POSITION,
+}
+"""By `mask_scope`, what a fresh attack finds a mask for: where λ is the same, the mask is too."""
+
 _PNORM: TypeAdapter[ScheduleLike] = TypeAdapter(Scheduled[Positive])
 
 
@@ -58,10 +66,25 @@ def loss_terms(config: Mapping[str, Any]) -> list[LossTerm]:
 
 def attack_steps(config: Mapping[str, Any], name: str) -> int | None:
     """Returns the ascent steps of the evaluation's fresh attack that is logged as ``name``."""
-    for entry in _list(config, "eval", "metrics"):
-        if name in (entry.get("name"), entry.get("type")) and isinstance(entry.get("n_steps"), int):
-            return int(entry["n_steps"])
-    return None
+    steps = _attack(config, name).get("n_steps")
+    return steps if isinstance(steps, int) else None
+
+
+def attack_scope(config: Mapping[str, Any], name: str) -> str:
+    """Returns what the evaluation's fresh attack that is logged as ``name`` finds masks for; "" if nobody says."""
+    return SCOPES.get(str(_attack(config, name).get("mask_scope")), "")
+
+
+def attack_name(config: Mapping[str, Any], name: str) -> str:
+    """Returns what the fresh attack logged as ``name`` is called: `attack, one mask for the batch`."""
+    own = "" if name == "PGDReconLoss" else f" ({name})"
+    scope = attack_scope(config, name)
+    return f"attack{own}, {scope}" if scope else f"attack{own}"
+
+
+def _attack(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    entries = (entry for entry in _list(config, "eval", "metrics") if "n_steps" in entry)
+    return next((entry for entry in entries if name in (entry.get("name"), entry.get("type"))), {})
 
 
 def least_p(config: Mapping[str, Any]) -> float:

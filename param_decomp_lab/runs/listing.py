@@ -15,13 +15,14 @@ from rich.text import Text
 
 from param_decomp_lab.config.wrapper import RUN_ID
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.runs.configuration import component_counts
+from param_decomp_lab.runs.configuration import PER_POSITION, attack_name, component_counts
 from param_decomp_lab.runs.ending import ENDING_FILE, read_ending
 from param_decomp_lab.runs.evaluation_rows import attacks, kl, l0_names, l0_table
 from param_decomp_lab.runs.folder import CHECKPOINTS, CONFIG_FILE, checkpoint_steps
 from param_decomp_lab.runs.imported import read_imported
 from param_decomp_lab.runs.lock import LOCK_FILE, holder, is_held
 from param_decomp_lab.runs.metrics_file import METRICS_FILE, parse_row
+from param_decomp_lab.runs.position_attack import find_position_attack
 from param_decomp_lab.runs.series import series_by_key
 from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.safe_io.yaml_text import read_mapping
@@ -49,7 +50,9 @@ STYLES: dict[State, str] = {
 class RunStatus:
     """The status of a run, read from its folder. ``step``: finished training steps; ``steps``: planned steps.
     ``seconds``: per step. ``seen``: when it last wrote something, in seconds since 1970. ``why``: reason if it
-    failed or is broken, or where it was imported from. ``last``: the newest value of every metric."""
+    failed or is broken, or where it was imported from. ``attack``: what `main`'s attack is called, with
+    its scope. ``position_attack``: the error under one with a mask for each position, from the newest comparison with
+    baselines. ``last``: the newest value of every metric."""
 
     folder: str
     id: str
@@ -63,7 +66,19 @@ class RunStatus:
     seen: float = 0.0
     why: str = ""
     main: dict[str, float] = field(default_factory=dict)
+    attack: str = "attack"
+    position_attack: float | None = None
     last: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> dict[str, float]:
+        """The main metrics under the names that readers see: an attack with what it finds masks for."""
+        found: dict[str, float] = {}
+        for name, value in self.main.items():
+            found[self.attack if name == "attack" else name] = value
+            if name == "attack" and self.position_attack is not None:
+                found[f"attack, {PER_POSITION}, beside baselines"] = self.position_attack
+        return found
 
 
 def find_runs(folders: Sequence[Path]) -> list[RunStatus]:
@@ -137,6 +152,7 @@ def _read(folder: Path) -> RunStatus:
         state = "waiting"
     else:
         state = "training" if held is None and writes else "stopped"
+    of_positions = find_position_attack(folder)
     done = [step for step in (logged, newest) if step is not None]
     return RunStatus(
         folder=str(folder),
@@ -150,7 +166,9 @@ def _read(folder: Path) -> RunStatus:
         tokens_per_second=last.get("train/perf/tok_per_s"),
         seen=seen,
         why=str(imported or "") or (ending[1] if ending is not None and state == "failed" else ""),
-        main=_headline(last, config),
+        main=_main(last, config),
+        attack=next((attack_name(config, name) for name in attacks(series_by_key([{"step": 0, **last}]))), "attack"),
+        position_attack=None if of_positions is None else of_positions.error,
         last=last,
     )
 
@@ -204,7 +222,7 @@ def rows_at_the_end(file: Path) -> Iterator[dict[str, Any]]:
                 return
 
 
-def _headline(last: dict[str, float], config: dict[str, Any]) -> dict[str, float]:
+def _main(last: dict[str, float], config: dict[str, Any]) -> dict[str, float]:
     """The main metrics of a decomposition."""
     series = series_by_key([{"step": 0, **last}])
     found = {"loss": last.get("train/loss/total")}
@@ -272,4 +290,4 @@ def _ago(seen: float) -> str:
 def _headline_text(run: RunStatus) -> Text:
     if run.why:
         return Text(printable(run.why, 2000).splitlines()[0])
-    return Text("  ".join(f"{name} {number(value)}" for name, value in run.main.items()))
+    return Text("  ".join(f"{name} {number(value)}" for name, value in run.headline.items()))

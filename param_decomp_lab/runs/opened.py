@@ -498,7 +498,7 @@ class OpenedRun:
         return card(
             "run", id=self.id, name=self.name, step=self.step, steps=self.problem.decomposition.steps,
             n_sites=len(self.sites), C=sum(site.C for site in self.sites.values()),
-            about=self.architecture.describe(), main=read_run(self.folder).main,
+            about=self.architecture.describe(), main=read_run(self.folder).headline,
             stacks=[
                 {"name": stack.name, "sites": len(stack.sites), "d_in": stack.d_in, "d_out": stack.d_out, "C": stack.C}
                 for stack in stacks[:STACKS_SHOWN]

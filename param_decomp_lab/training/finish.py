@@ -6,7 +6,9 @@ from param_decomp_lab.eval.evaluation import EvaluationStopped
 from param_decomp_lab.eval.examples import find_examples, write_examples
 from param_decomp_lab.processes.stop_signal import LAST_PATIENCE_S
 from param_decomp_lab.report import summary_table, write_report
+from param_decomp_lab.runs.folder import CONFIG_FILE
 from param_decomp_lab.runs.metrics_file import read_metrics
+from param_decomp_lab.safe_io.yaml_text import read_mapping
 from param_decomp_lab.training.job import TrainingJob
 
 FINISHING_PATIENCE_S = 30.0
@@ -49,5 +51,6 @@ def _report(job: TrainingJob) -> None:
     problem = job.setup.problem
     report = write_report(job.folder)
     sites = {site.name: site.C for site in problem.target.sites.all}
-    job.console.print(*summary_table(read_metrics(job.folder), sites))
+    config = read_mapping(job.folder / CONFIG_FILE, "the configuration of a run")
+    job.console.print(*summary_table(read_metrics(job.folder), sites, config))
     job.console.print(f"run folder {job.folder}\nreport     {report}", soft_wrap=True)

@@ -340,7 +340,8 @@ def test_what_changes_without_a_component(harvested: Path, monkeypatch: pytest.M
     with client(harvested) as browser:
         address = f"{here}/effect?site={site}&component={c}"
         assert address in links(browser.get(f"{here}/sites/{site}/{c}"))
-        page = browser.get(address).text
+        page, other = browser.get(address).text, browser.get(f"{address}&by=probability").text
+        assert (f"{address}&by=probability" in links(browser.get(address))) == (run_name == LLAMA)
         for wrong in (f"site=x&component={c}", f"site={site}&component=99", f"site={site}", ""):
             assert browser.get(f"{here}/effect?{wrong}").status_code == 404
     found, of_text = run.effect(site, c, places=64, harvest=harvest), run_name == LLAMA
@@ -348,19 +349,18 @@ def test_what_changes_without_a_component(harvested: Path, monkeypatch: pytest.M
     show = percent if of_text else number
     assert f"{number(found.error)} ± {number(found.standard_error)}" in page
     assert "at 64 of its firings" in page
-    rows = re.findall(r'<tr><td><span class="token">(.*?)</span></td>' + 3 * r'<td class="num[^"]*">([^<]*)</td>', page)
-    expected = [
-        (
-            output.name,
-            signed(output.change) if of_text else number(output.change),
-            show(output.before),
-            show(output.after),
-        )
-        for part in found.by_sign().values()
-        for output in (*part.down, *part.up)
-    ]
-    assert [tuple(map(unescape, row)) for row in rows] == expected
-    assert len(expected) >= 4
+    parts = found.by_sign().values()
+    for text, listed in (
+        (page, [output for part in parts for output in (*part.down, *part.up)]),
+        (other, [output for part in parts for output in (*part.down_by_probability, *part.up_by_probability)]),
+    ):
+        cells = r'<tr><td><span class="token">(.*?)</span></td>' + 3 * r'<td class="num[^"]*">([^<]*)</td>'
+        change = signed if of_text else number
+        in_points = of_text and text is other
+        moved = [100 * (o.after - o.before) if in_points else o.change for o in listed]
+        expected = [(o.name, change(x), show(o.before), show(o.after)) for o, x in zip(listed, moved, strict=True)]
+        assert [tuple(map(unescape, row)) for row in re.findall(cells, text)] == expected
+        assert len(expected) >= 4
     for sign, part in found.by_sign().items():
         assert f"{escape(sign)} <small>at {part.n}</small>" in page
 
@@ -688,7 +688,8 @@ def test_half_written_and_new_harvests(mine: Path) -> None:
 
 
 def test_the_strongest_in_a_text(harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all sites, each component once, at the place where it is strongest in the chosen order."""
+    """Of all sites, each component once, at the place where it is strongest in the chosen order; a BOS is no place. The
+    page opens at the last token."""
     run, text = answered_here(harvested, monkeypatch), "if x: return y"
     sites = list(Harvest(only_harvest(harvested)).sites)
     lams, activations = run.causal_importances(text, sites), run.activations(text, sites)
@@ -702,14 +703,31 @@ def test_the_strongest_in_a_text(harvested: Path, monkeypatch: pytest.MonkeyPatc
     with client(harvested) as browser:
         lists = {order: shown(browser, by=order) for order in ("both", "importance", "activation")}
         assert shown(browser) == shown(browser, by="nonsense") == lists["both"]
+        page, first = (browser.get(f"{base(harvested)}/text?text=a%20b{at}").text for at in ("", "&at=0"))
+        assert [re.sub(r".*<h2>At.*?>(.)</span>.*", r"\1", found, flags=re.DOTALL) for found in (page, first)] == [
+            "b",
+            "a",
+        ]
+        assert "left out" not in page
+    assert run.text is not None
+    monkeypatch.setattr(run.text, "bos", ord("i"))
+    with client(harvested) as browser:  # its own, which has kept no answer
+        lists["of the others"] = shown(browser)
+        assert (
+            "The first token, which every text begins with, is left out"
+            in browser.get(f"{base(harvested)}/text", params={"text": text}).text
+        )
     for order, rows in lists.items():
+        first_place = int(order == "of the others")
         best: dict[tuple[str, str], tuple[float, str, str]] = {}
         for site in sites:
-            lam, a = np.asarray(lams[site]), np.asarray(activations[site])
-            value = {"both": lam * abs(a), "importance": lam, "activation": abs(a)}[order]
+            lam, a = np.asarray(lams[site])[first_place:], np.asarray(activations[site])[first_place:]
+            value = {"importance": lam, "activation": abs(a)}.get(order, lam * abs(a))
             for c in np.flatnonzero((lam > 0).any(0)).tolist():
                 at = max(np.flatnonzero(lam[:, c] > 0), key=lambda k: (value[k, c], lam[k, c] * abs(a[k, c])))
                 best[site, str(c)] = value[at, c], f"{lam[at, c]:.2f}", str((lam[:, c] > 0).sum())
+        if first_place:
+            assert rows != lists["both"]
         found = [best[site, number] for site, number, *_ in rows]
         assert len({found[:2] for found in rows}) == len(rows) == 24
         assert [rest for _, *rest in found] == [list(rest) for _, _, *rest in rows]

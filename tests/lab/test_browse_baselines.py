@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from param_decomp_lab.baselines.figure import comparison_figure
-from param_decomp_lab.baselines.kept import Kept, comparison_file, find_comparison, keep
+from param_decomp_lab.baselines.kept import Kept, find_comparison, keep
 from param_decomp_lab.baselines.measure import BY_GRADIENT, LAMBDA, LARGEST, ON_OFF, OWN, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.baselines.replacements import ACTIVE, Replacement, ReplacementPoint
+from param_decomp_lab.browse import baselines_page
 from param_decomp_lab.browse.baselines_page import DEPTH, plot
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.runs.position_attack import PositionAttack, comparison_file, find_position_attack
 from tests.lab.test_browse import LLAMA, MARKUP, base, client
 from tests.lab.tiny_run import STEPS
 
@@ -71,6 +73,12 @@ def test_what_was_measured(mine: Path) -> None:
     file.parent.mkdir(exist_ok=True)
     keep(file, Kept(comparison(), f"rows {MARKUP}"))
     assert find_comparison(mine / LLAMA, STEPS) == Kept(comparison(), f"rows {MARKUP}")
+    assert find_position_attack(mine / LLAMA) == PositionAttack(STEPS, 10, 0.75)
+    with client(mine) as browser:
+        first, runs = (text_of(browser.get(page).text) for page in (base(mine), "/"))
+    assert "Attack, one mask for the batch" in first
+    assert "Attack, a mask for each position 0.750 10 steps" in first
+    assert "attack, a mask for each position, beside baselines 0.750" in runs
     page = page_of(mine)
     assert not any(markup in page for markup in (MARKUP, "<b>a"))
     said = text_of(page)
@@ -90,6 +98,10 @@ def test_what_was_measured(mine: Path) -> None:
         "64 latents, trained on a model with a BOS token before each row",
     ):
         assert row in said, row
+    # Points near the decomposition's own, which is drawn last, are seen through its ring.
+    assert page.rindex('<g class="own">') > page.rindex('<g class="above">')
+    style = (Path(baselines_page.__file__).parent / "browse.css").read_text()
+    assert re.search(r"\.curves \.own circle \{ fill: none; stroke: currentColor", style)
     assert page.count("<circle") == len(OF_RUN) - 1 + len(OF_BASELINES) + len(SAE.points)
 
 

@@ -17,11 +17,13 @@ from starlette.testclient import TestClient
 
 from param_decomp_lab import load_run
 from param_decomp_lab.graph import Graph, Node
+from param_decomp_lab.harvest.files import Harvest
 from param_decomp_lab.harvest.files.averages import AverageOptions, write_averages
 from param_decomp_lab.harvest.files.labels import Labels
 from param_decomp_lab.opening import Run
+from param_decomp_lab.schema.site_names import short_sites
 from tests.lab.shared_folders import DOWN, hand_graph, harvest_step, with_parts
-from tests.lab.test_browse import LLAMA, MARKUP, TOY, base, client
+from tests.lab.test_browse import LLAMA, MARKUP, TOY, base, client, only_harvest
 
 TEXT = "then"
 
@@ -287,7 +289,8 @@ def test_nodes_are_named_and_listed(shown: TestClient, mine: Path, run: Run) -> 
     assert len(entries) == len(order)
     by_id = {str(node[3]): entry for node, entry in zip(data_of(page)["nodes"], entries, strict=True)}
     assert ">ends of clauses &lt;/title&gt;" in by_id[best.id]
-    assert ">ends of clau…</text>" in page
+    layer, kind = best.site.split(".")[1], best.site.split(".")[-1][0]
+    assert f">{f'{kind}{layer}:{best.number} ends of clauses'[:15]}…</text>" in page
     known = [token for token in run.harvest.summary(other.site).tokens[other.number].tolist() if token >= 0]
     tokens = [name.strip() or name for name in run.harvest.names(known)]
     assert f">{escape(' '.join(tokens[:3]))}</a>" in by_id[other.id]
@@ -307,13 +310,16 @@ def test_nodes_are_named_and_listed(shown: TestClient, mine: Path, run: Run) -> 
     chosen = shown.get(here, params={"node": best.id}).text.partition('id="node"')[2].partition("</section>")[0]
     assert here_and_after in chosen
     assert f'href="{base(mine)}/sites/{best.site}/{best.number}"' in chosen
-    raised = run.harvest.weights("layers.1.mlp.down_proj", 3)["promoted"][:5]
     graph = replace(graph, nodes=(*graph.nodes, Node("component", "layers.1.mlp.down_proj", 3, 3, 1.0, 1.0, 0.0)))
     graph.save(mine / LLAMA / "graphs" / "down.json")
+    own = [node for node in graph.components if (node.site, node.number) == ("layers.1.mlp.down_proj", 3)]
+    negative = max(own, key=lambda node: node.influence).value < 0  # where it is explained
+    raised = run.harvest.weights("layers.1.mlp.down_proj", 3)["suppressed" if negative else "promoted"][:5]
     of_down = [e for e in listed(shown.get(f"{base(mine)}/graphs/down").text) if "layers.1.mlp.down_proj 3 ·" in e]
     [entry] = (e for e in of_down if "<details" in e)
     codes = "".join(f" <code>{escape(name)}</code>" for name in run.harvest.names(raised))
-    assert f"; raises{codes}; lowers <code>" in entry
+    here = f"; here (<span>a {'&lt;' if negative else '&gt;'} 0</span>) raises"
+    assert f"{here}<span>{codes}</span>; lowers<span> <code>" in entry
 
 
 def test_what_is_said_of_residual_errors_and_scores(shown: TestClient, mine: Path) -> None:
@@ -331,6 +337,63 @@ def test_what_is_said_of_residual_errors_and_scores(shown: TestClient, mine: Pat
     assert "Circuit-tracer calls it an error node" in said
     assert re.search(r'<h3>comes from</h3>\s*<p class="note">nothing</p>', said)
     assert "made again, it lists the parts" in said
+
+
+def test_signs_are_those_of_the_activation_here(shown: TestClient, mine: Path) -> None:
+    """Component 5 has a = −1.5: a positive edge into it weakens it, and it raises what its U lowers. Its edges into
+    outputs raise and lower logits as they are."""
+    graph = hand_graph(harvest_step(mine, LLAMA))
+    graph.save(mine / LLAMA / "graphs" / "signs.json")
+    here = f"{base(mine)}/graphs/signs"
+    page = shown.get(here).text
+    strength = [graph.effect(edge) for edge in graph.edges]
+    assert strength == [1.25, -0.5, -0.125, -2.0, 1e-7, 3.0, 1.0, -1.0]
+    # Edges are drawn by their score.
+    order = sorted(graph.edges, key=lambda e: -graph.nodes[e.target].influence * e.share)
+    drawn = [re.search('class="(up|down)"', line) for line in drawn_in(page)]
+    assert [found and found[1] for found in drawn] == ["up" if graph.effect(e) > 0 else "down" for e in order]
+    harvest = Harvest(only_harvest(mine))
+    weights = harvest.weights(DOWN, 5)
+    suppressed, promoted = (
+        "".join(f" <code>{escape(name)}</code>" for name in harvest.names(weights[kind][:5]))
+        for kind in ("suppressed", "promoted")
+    )
+    said = f"here (<span>a &lt; 0</span>) raises<span>{suppressed}</span>; lowers<span>{promoted}</span>"
+    [entry] = [entry for entry in listed(page) if f"{DOWN} 5 ·" in entry]
+    assert said in entry
+    assert "<span> · a&nbsp;−1.50</span>" in entry
+    chosen = (
+        shown.get(here, params={"node": graph.nodes[2].id}).text.partition('id="node"')[2].partition("</section>")[0]
+    )
+    assert said in chosen
+    rows = re.findall('<td class="(up|down)">([a-z]*)</td><td class="num (up|down)">([^<]*)</td>', chosen)
+    assert rows == [
+        ("down", "weakens", "down", "2"), ("up", "strengthens", "up", "−1"), ("down", "weakens", "down", "1"),
+        ("down", "weakens", "down", "0.125"), ("up", "raises", "up", "1.25"), ("down", "lowers", "down", "−0.500"),
+    ]  # fmt: skip
+
+
+def test_edges_into_an_output_are_held_against_its_logit(shown: TestClient, mine: Path) -> None:
+    hand_graph(harvest_step(mine, LLAMA)).save(mine / LLAMA / "graphs" / "sums.json")
+    page = shown.get(f"{base(mine)}/graphs/sums").text
+    said = " ".join(re.sub("<[^>]*>", " ", page.partition("Kept edges")[2].partition("</p>")[0]).split())
+    beside = "beside a logit (less the mean) of"
+    assert said.startswith(f"into n add up to 1.25, {beside} 5, into e add up to −0.500, {beside} 3. Behind")
+
+
+@pytest.mark.parametrize(
+    ("sites", "short"),
+    [
+        (("layers.2.mlp.down_proj", "layers.10.mlp.down_proj", "layers.2.mlp.up_proj"), ("d2", "d10", "u2")),
+        (("h.0.attn.c_proj", "h.0.mlp.c_proj", "h.0.mlp.c_fc"), ("a0", "m0", "c0")),
+        (("layers.0.mlp.experts.3.up_proj", "embed_tokens"), ("u0.3", "e")),
+        (("up", "upper"), ("up", "upp")),
+        (("a.0", "a0"), ("a.0", "a0")),  # would be the same
+        (("",), ("",)),
+    ],
+)
+def test_short_names_of_sites(sites: tuple[str, ...], short: tuple[str, ...]) -> None:
+    assert short_sites(sites) == dict(zip(sites, short, strict=True))
 
 
 def test_parts_of_a_residual_error(shown: TestClient, mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,19 @@ def test_a_sweep(written: Write, tmp_path: Path) -> None:
     assert page.count('class="run unfinished"') == 4
 
 
+def test_attacks_of_different_scopes_are_not_compared(written: Write, tmp_path: Path) -> None:
+    """A mask for each position does far more harm than one for the batch."""
+    for number, scope in enumerate(("shared_across_batch", "unique_per_datapoint", "unique_per_datapoint")):
+        file = written(number, number, 1.0, 2.0, 0.5) / "config.yaml"
+        config = yaml.safe_load(file.read_text())
+        config["torch"]["eval"] = {"metrics": [{"type": "PGDReconLoss", "n_steps": 20, "mask_scope": scope}]}
+        file.write_text(yaml.safe_dump(config, sort_keys=False))
+    records = sorted(read_records([tmp_path]), key=lambda record: record.id)
+    names = [[name for name in record.errors if "attack" in name] for record in records]
+    of_position = ["attack, a mask for each position"]
+    assert names == [["attack, one mask for the batch"], of_position, of_position]
+
+
 def test_one_run_and_what_is_no_run(written: Write, tmp_path: Path) -> None:
     written(1, 0, 1.0, 2.0, 0.5)
     page = render(compared(read_records([tmp_path])))

@@ -68,7 +68,12 @@ def test_an_effect_is_the_mean_over_its_places(run: Run, monkeypatch: pytest.Mon
     order = [int(k) for k in np.argsort(found.change) if likely[k]]
     assert [o.number for o in found.down] == [k for k in order if found.change[k] < 0][:10]
     assert [o.number for o in found.up] == [k for k in order[::-1] if found.change[k] > 0][:10]
-    for output in (*found.up, *found.down):
+    moved = found.after - found.before  # of all tokens, however rare
+    falling, rising = np.argsort(moved, kind="stable")[:10].tolist(), np.argsort(-moved, kind="stable")[:10].tolist()
+    assert [o.number for o in found.down_by_probability] == [k for k in falling if moved[k] < 0]
+    assert [o.number for o in found.up_by_probability] == [k for k in rising if moved[k] > 0]
+    assert [o.number for o in found.down_by_probability] != [o.number for o in found.down]
+    for output in (*found.up, *found.down, *found.up_by_probability):
         k = output.number
         assert output.change == pytest.approx(change[k], abs=2e-5)
         assert output.before == pytest.approx(np.exp(p)[:, k].mean(), rel=1e-4)

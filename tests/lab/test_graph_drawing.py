@@ -8,6 +8,7 @@ import pytest
 
 from param_decomp_lab.browse.graph_drawing import (
     CHARACTER,
+    FILLED,
     LONG,
     NAME_CHARACTERS,
     NAMED_COLUMNS,
@@ -76,6 +77,21 @@ def test_nothing_overlaps(n: int, tokens: int) -> None:
     assert min(start for _, start, _ in boxes) >= 0
     assert max(end for _, _, end in boxes) <= drawing.width
     assert max(y for y, _, _ in boxes) + 7.5 <= drawing.height - 30  # the tokens are below
+
+
+@pytest.mark.parametrize(("n", "tokens"), [(1, 1), (40, 1), (12, 3), (30, 10)])
+def test_a_small_graph_fills_its_frame(n: int, tokens: int) -> None:
+    """Nodes stand side by side where there is room, and columns lie apart."""
+    drawing = drawn(n, tokens, seed=n)
+    assert abs(drawing.width - FILLED) <= 1 or drawing.width > FILLED
+    ends = [mark.x for mark in drawing.marks] + [mark.x + 8 + CHARACTER * len(mark.name) for mark in drawing.marks]
+    if n > 1:
+        assert max(ends) - min(ends) > 0.7 * drawing.width
+    if (n, tokens) == (40, 1):
+        lines: dict[float, int] = {}
+        for mark in drawing.marks:
+            lines[mark.y] = lines.get(mark.y, 0) + (mark.name != "")
+        assert max(lines.values()) >= 5
 
 
 def test_a_long_prompt_names_the_nodes_of_some_positions() -> None:

@@ -32,6 +32,8 @@ def graph_page(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     graph = hand_graph(harvest_step(folder, LLAMA))
     graph.save(folder / LLAMA / "graphs" / "hand.json")
     with_parts(graph).save(folder / LLAMA / "graphs" / "parts.json")
+    again = replace(graph.nodes[2], position=2, value=1.0, influence=0.01)  # the same component, with a > 0
+    replace(graph, nodes=(*graph.nodes, again)).save(folder / LLAMA / "graphs" / "turned.json")
     later = tuple(replace(node, position=node.position + 36) for node in graph.nodes)
     longer = replace(graph, nodes=later, tokens=("t",) * 36 + graph.tokens, token_ids=(116,) * 36 + graph.token_ids)
     longer.save(folder / LLAMA / "graphs" / "long.json")
@@ -58,6 +60,29 @@ def test_the_parts_of_a_residual_error_are_shown_where_it_is_chosen(graph_page: 
     assert page.locator("#node .columns div").first.locator("tbody tr").count() == 4
     page.locator("#n8 circle").click()  # another, whose parts the file does not have
     assert page.locator("#node h3").all_inner_texts() == ["comes from", "leads to"]
+    assert not said
+
+
+def test_what_a_component_does_goes_by_the_sign_of_its_activation(graph_page: str, browser: Browser) -> None:
+    """The list explains it once, where a < 0; where it is chosen with a > 0, it raises what it lowers there."""
+    said: list[str] = []
+    page = watched(browser, said, viewport={"width": 1300, "height": 900})
+    page.goto(graph_page.replace("/hand", "/turned"))
+
+    def lens(where: str) -> list[str]:
+        return page.locator(f"{where} .lens > span").all_text_contents()
+
+    page.locator("#n2 circle").click()
+    here, raises, lowers = lens("#node")
+    assert here == "a < 0"
+    assert raises != lowers
+    words = [row.split("\t")[1] for row in page.locator("#node .columns tbody tr").all_inner_texts()]
+    assert words == ["weakens", "strengthens", "weakens", "weakens", "raises", "lowers"]
+    drawn = [path.get_attribute("class") for path in page.locator("#lines path").all()]
+    assert drawn.count("up") == 2
+    page.locator("#n11 circle").click()
+    assert lens("#node") == ["a > 0", lowers, raises]
+    assert lens("#i2") == ["a < 0", raises, lowers]
     assert not said
 
 

@@ -25,6 +25,7 @@ from param_decomp_lab.report.snippets import Snippet, preview_html, snippet_html
 from param_decomp_lab.report.verdict import sentence, verdict
 from param_decomp_lab.runs.configuration import component_counts, loss_terms
 from param_decomp_lab.runs.evaluation_rows import l0_table
+from param_decomp_lab.runs.position_attack import PositionAttack
 from param_decomp_lab.runs.series import series_by_key, training_seconds
 from param_decomp_lab.ui.charts import Series, line_chart, thin
 from param_decomp_lab.ui.numbers import duration, number, percent, signed
@@ -286,7 +287,8 @@ def test_a_finished_run_has_every_section(run_folder: Path) -> None:
     content = page.content()
     for part in (
         "demo: six MLP matrices",
-        "Attack, 20 steps",
+        "Attack, one mask for the batch",
+        "20 steps, ",
         "ChunkwiseSubsetReconLoss",
         "from step 500",
         "layers.3.mlp.down_proj",
@@ -326,7 +328,7 @@ def test_charts_carry_their_points(run_folder: Path) -> None:
     assert faithfulness["s"][0]["p"][0][0] == 0
     assert by_lines[("pnorm",)]["log"] is False
     kls = next(chart for names, chart in by_lines.items() if "zero masked" in names)
-    assert [line["n"] for line in kls["s"]][-1] == "attack"
+    assert [line["n"] for line in kls["s"]][-1] == "attack, one mask for the batch"
 
 
 @pytest.mark.parametrize("n_layers", [7, 40])
@@ -511,6 +513,25 @@ def test_the_sentence_and_its_card_have_the_same_l0() -> None:
     l0 = l0_table(series, sites)
     assert "leaves 2.75 of 10 active" in sentence(series, l0)
     assert [card.value for card in verdict(series, {}, l0) if card.label == "Mean L0"] == ["2.75 of 10"]
+
+
+def test_the_cards_of_attacks_say_what_shares_a_source() -> None:
+    """The evaluation's by its configuration, and beside it that of the comparison with baselines."""
+    series = {"eval/ce_kl/kl_zero_masked": Series((4,), (0.5,)), "eval/loss/PGDReconLoss": Series((4,), (0.1,))}
+
+    def cards(scope: str, beside: PositionAttack | None = None) -> list[tuple[str, str, str, bool | None]]:
+        config = {"eval": {"metrics": [{"type": "PGDReconLoss", "n_steps": 20, "mask_scope": scope}]}}
+        return [(c.label, c.value, c.detail, c.good) for c in verdict(series, config, None, beside)]
+
+    [found] = cards("per_row")
+    assert found == ("Attack, a mask for each row", "0.100", "20 steps, 20.0\N{NO-BREAK SPACE}% of zero-masked", True)
+    [_, found] = cards("shared_across_batch", PositionAttack(3, 80, 1.5))
+    assert found == (
+        "Attack, a mask for each position",
+        "1.50",
+        "80 steps, 300\N{NO-BREAK SPACE}% of zero-masked, at step 3",
+        None,
+    )
 
 
 def test_summary_for_the_terminal() -> None:

@@ -19,7 +19,7 @@ from param_decomp_lab.processes.group import ALONE, Processes
 from param_decomp_lab.processes.stop_signal import STOPPED
 from param_decomp_lab.runs import listing as runs
 from param_decomp_lab.runs.ending import clear_end, read_ending, record_end
-from param_decomp_lab.runs.listing import find_runs, read_run
+from param_decomp_lab.runs.listing import find_runs, read_run, show_runs
 from param_decomp_lab.runs.lock import LOCK_FILE, Holder
 from tests.lab.tiny_run import LIGHT, ROOT, STEPS, Tiny, pd_here
 
@@ -73,6 +73,8 @@ def test_a_finished_run(finished: Path) -> None:
     last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
     assert found.main["kl ci"] == last["eval/ce_kl/kl_ci_masked"]
     assert found.main["attack"] == last["eval/loss/PGDReconLoss"]
+    assert found.headline["attack, one mask for the batch"] == found.main["attack"]
+    assert found.position_attack is None
     of_sites = [last[f"eval/l0/0.0_layers.{n}.mlp.{kind}_proj"] for n in range(2) for kind in ("up", "down")]
     assert found.main["L0"] == pytest.approx(sum(of_sites) / 4)
     assert found.seconds is not None
@@ -267,6 +269,31 @@ def test_a_long_history_costs_its_end(tmp_path: Path) -> None:
     found = read_run(run)
     assert _bytes_read() - before < 2_000_000
     assert (found.step, found.main["attack"]) == (79, 3.0)
+
+
+def test_the_attack_has_its_scope(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The words follow the evaluation's configuration; the attack on each position comes from the newest comparison
+    with baselines, and a damaged one is left out."""
+    run = made(tmp_path, 1, [row(99), {"step": 100, "eval/loss/PGDReconLoss": 2.0}])
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    words = {"shared_across_batch": ", one mask for the batch", "per_row": ", a mask for each row",
+             "unique_per_datapoint": ", a mask for each position", "else": ""}  # fmt: skip
+    for scope, said in words.items():
+        config["torch"]["eval"] = {"metrics": [{"type": "PGDReconLoss", "n_steps": 20, "mask_scope": scope}]}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        assert read_run(run).headline == {"loss": 0.5, f"attack{said}": 2.0}
+    (run / "evals").mkdir()
+    for step, error in ((50, 7.0), (100, 8.0)):
+        point = {"parts": "decomposition", "chosen": "λ as masks", "attacked": [5.0, error]}
+        whole = {"points": [point | {"chosen": "λ above", "attacked": [1.0, 1.0]}, point], "lengths": [20, 80]}
+        (run / "evals" / f"baselines_{step}.json").write_text(json.dumps(whole))
+    found = read_run(run)
+    assert found.headline == {"loss": 0.5, "attack": 2.0, "attack, a mask for each position, beside baselines": 8.0}
+    show_runs([found], as_json=False)
+    assert "attack, a mask for each position, beside baselines 8" in " ".join(capsys.readouterr().out.split())
+    for text in ("{", "[]", '{"points": [{}], "lengths": [20]}', '{"points": 3, "lengths": [20]}'):
+        (run / "evals" / "baselines_100.json").write_text(text)
+        assert read_run(run).headline == {"loss": 0.5, "attack": 2.0}
 
 
 def _bytes_read() -> int:
