@@ -3,9 +3,9 @@
     python -m experiments.benchmarks.browse_load FOLDER                 # 500 random requests to the first harvest there
     python -m experiments.benchmarks.browse_load FOLDER --requests 100 --seed 3
 
-Requests are drawn at random: half of them components, the rest lists in all orders, searches, components within a list,
-and the page of all sites. Times are those of whole answers, over the machine's own network; sizes are of what travels,
-compressed.
+Requests are drawn at random: half of them components, the rest lists in all orders, filters and searches, of a site and
+of all sites, components within a list, and the page of all sites. Times are those of whole answers, over the machine's
+own network; sizes are of what travels, compressed.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main() -> None:
         number = 1
         while True:
             _, _, page = get(f"{harvest}?page={number}")
-            rows = re.findall(r'<a href="([^"]+)">[^<]+</a></th><td class="num">([\d,]+)</td>', page)
+            rows = re.findall(r'<th scope="row"><a href="([^"]+)">.*?</a></th><td class="num">([\d,]+)</td>', page)
             sites |= {unescape(link): int(C.replace(",", "")) for link, C in rows}
             number += 1
             if 'rel="next"' not in page:
@@ -71,12 +71,18 @@ def main() -> None:
         for _ in range(given.requests):
             site = draw.choice(list(sites))
             component = draw.randrange(sites[site])
+            asked = f"sort={draw.choice(ORDERS)}&order={draw.choice(('', 'up'))}"
+            everywhere = f"{harvest}/components?{asked}&page={draw.randrange(1, 1000)}"
+            of_all = [("all components", everywhere)] * 2
+            of_all += [("all components, filtered", f"{everywhere}&min_density=1e-5&max_density={draw.random():.4f}")]
+            of_all += [("all components, searched", f"{harvest}/components?search={draw.choice(words)}&{asked}")]
             kind, path = draw.choice(
-                [("component", f"{site}/{component}")] * 5
+                [("component", f"{site}/{component}")] * 7
                 + [("list", f"{site}?sort={draw.choice(ORDERS)}&page={draw.randrange(1, 20)}")] * 2
                 + [("search", f"{site}?search={draw.choice(words)}")]
                 + [("component of a list", f"{site}/{component}?sort=density")]
                 + [("all sites", harvest)]
+                + of_all
             )
             answers[kind].append(get(path)[:2])
         status = Path(f"/proc/{process.pid}/status").read_text()
@@ -88,13 +94,13 @@ def main() -> None:
     print(f"start                {start:.2f} s until the first page is there")
     print(f"resident             {resident['VmRSS']:.0f} MiB at the end, {resident['VmHWM']:.0f} MiB at most")
     answers["all"] = [answer for of_kind in answers.values() for answer in of_kind]
-    print(f"{'':20} {'number':>7} {'median':>8} {'95 %':>8} {'longest':>8}   largest page")
+    print(f"{'':25} {'number':>7} {'median':>8} {'95 %':>8} {'longest':>8}   largest page")
     for kind, of_kind in answers.items():
         times = sorted(1e3 * took for took, _ in of_kind)
         last = times[min(len(times) - 1, int(0.95 * len(times)))]
         sizes = max(size for _, size in of_kind) / 1000
         row = f"{len(times):7} {statistics.median(times):5.0f} ms {last:5.0f} ms {times[-1]:5.0f} ms   {sizes:.1f} kB"
-        print(f"{kind:20} {row}")
+        print(f"{kind:25} {row}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from param_decomp_jax.targets.architecture import Architecture
+from param_decomp_lab.browse.all_components import AllComponents
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Groups, Harvest, Summary, find_harvests
 from param_decomp_lab.harvest.files.averages import AVERAGES_FILE, Averages, find_averages
@@ -171,9 +172,21 @@ class Opened:
             return frozenset()
         return frozenset(matrix.name for matrix in architecture.attention_matrices()) & set(self.harvest.sites)
 
-    @lru_cache(maxsize=32)  # noqa: B019 (as many harvests are kept as `_open` keeps)
     def summary(self, site: str) -> Summary:
+        """What a list of a site's components shows."""
+        if "all_components" in self.__dict__:
+            return self.all_components.of_site(site)
+        return self._summary(site)
+
+    @lru_cache(maxsize=32)  # noqa: B019 (as many harvests are kept as `_open` keeps)
+    def _summary(self, site: str) -> Summary:
         return self.harvest.summary(site)
+
+    @cached_property
+    def all_components(self) -> AllComponents:
+        """What a list of the components of all sites shows. From then on, `summary` gives its parts."""
+        Opened._summary.cache_clear()  # the same numbers once more
+        return AllComponents(self.harvest)
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019
     def telling_tokens(self, site: str, number: int) -> tuple[int, ...]:

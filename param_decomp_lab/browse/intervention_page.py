@@ -9,12 +9,18 @@ from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import Pages, clean, unit
 from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import LONGEST, InterventionQuestion
+from param_decomp_lab.data.token_names import PICTURES
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening.selection import GROUP
 
 MOST = 500
 """Components of a selection."""
 HOWS = ("off", "alone", "scale")
+LINKED = 12
+"""Components of a selection that are linked."""
+_MARKERS = re.compile(r"<\|\w+\|>|</?s>|<[be]os>")
+"""Names of tokens that stand between documents."""
+_PLAIN = str.maketrans({picture: character for character, picture in PICTURES.items()})
 
 
 class InterventionPages:
@@ -29,12 +35,15 @@ class InterventionPages:
         how, scale = given.get("how", "off"), given.get("scale", "") or "0"
         values: dict[str, Any] = {"waiting": "", "wrong": "", "outcomes": [], "continuations": ("", "")}
         goes_on = bool(given.get("on"))
-        if prompt.strip() and selection:
+        chosen, example = _components(opened, selection), ""
+        if "prompt" not in given and len(selection) == 1 and chosen:
+            prompt = example = _example_text(opened, *chosen[0])
+        elif prompt.strip() and selection:
             values |= self._ask(opened, prompt, selection, how, scale, goes_on)
         return self._pages.render(
             "intervene.html", opened=opened, prompt=clean(prompt[:LONGEST]), select=clean("\n".join(selection)),
             how=how if how in HOWS else "off", scale=clean(scale, 12), goes_on=goes_on,
-            unit=unit(opened), **values,
+            unit=unit(opened), chosen=chosen[:LINKED], example=example, **values,
         )  # fmt: skip
 
     def _ask(
@@ -74,3 +83,29 @@ def _without_groups(opened: Opened, selection: tuple[str, ...]) -> tuple[str, ..
             raise UserError(f"this harvest has no group {parts[1]}")
         found += [f"{site}:{number}{parts[2]}" for site, number in groups.members(int(parts[1]))]
     return tuple(found)
+
+
+def _components(opened: Opened, selection: tuple[str, ...]) -> list[tuple[str, int]]:
+    """Site and number of the components that are named in a selection, each once; nothing that is not there."""
+    found: dict[tuple[str, int], None] = {}
+    for entry in selection[:MOST]:
+        parts = re.fullmatch(r"(.+?):(\d{1,12})(?:@-?\d+)?", entry, re.ASCII)
+        if parts is not None and parts[1] in opened.harvest.sites:
+            site, number = parts[1], int(parts[2])
+            if number < opened.harvest.site(site).C:
+                found[site, number] = None
+    return list(found)
+
+
+def _example_text(opened: Opened, site: str, number: int) -> str:
+    """The first example of a component as one may type it: of a text, the document up to where it fires; "" for one
+    without examples."""
+    examples = opened.harvest.examples(site, number, 1)
+    if not examples:
+        return ""
+    [example] = examples
+    if not example.of_text:
+        values = opened.harvest.row(example.row)
+        return " ".join(f"{feature}={values[feature]:.6g}" for feature in example.tokens)
+    text = "".join(example.names[: example.position - example.first + 1])
+    return (_MARKERS.split(text)[-1] or text).translate(_PLAIN)[-LONGEST:]

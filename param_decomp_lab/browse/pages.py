@@ -13,12 +13,20 @@ from markupsafe import Markup
 
 from param_decomp_lab.browse.catalog import Catalog, Opened, RunEntry, user_name
 from param_decomp_lab.browse.chosen import Chosen, around
-from param_decomp_lab.browse.component_list import LABELLED, PAGE, SORTS, Query, find_components, matching_tokens
+from param_decomp_lab.browse.component_list import (
+    LABELLED,
+    PAGE,
+    SORTS,
+    Query,
+    find_all_components,
+    find_components,
+    matching_tokens,
+)
 from param_decomp_lab.browse.plots import ACROSS, DOWN, activation_histogram, importance_histogram, site_map
 from param_decomp_lab.browse.text_worker import LONGEST as LONGEST_TEXT
 from param_decomp_lab.browse.text_worker import PLACES
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.harvest.files import Example
+from param_decomp_lab.harvest.files import Example, Summary
 from param_decomp_lab.harvest.files.labels import LONGEST, LONGEST_NAME
 from param_decomp_lab.harvest.files.scores import CHANCE
 from param_decomp_lab.harvest.files.tables import AT_ONE, RARE_TOKEN
@@ -107,13 +115,12 @@ class Pages:
 
     # --- a harvest ---
 
-    def harvest(self, opened: Opened, search: str, page: int) -> str:
+    def harvest(self, opened: Opened, page: int) -> str:
         plan = opened.harvest.plan
         status = self.catalog.run(opened.run).status
         series = series_by_key([{"step": 0, **status.last}])
         l0 = l0_table(series, {site.name: site.C for site in plan.sites})
         labelled = opened.labels.count()
-        found = opened.labels.find(search[:LONGEST]) if search else []
         pages = max(1, math.ceil(len(plan.sites) / SITES))
         page = min(page, pages)
         rows = []
@@ -122,7 +129,7 @@ class Pages:
             rows.append({"site": site, "labelled": labelled.get(site.name, 0), "logged": logged})
         return self.render(
             "harvest.html", opened=opened, plan=plan, status=status, rows=rows, cards=self._cards(opened, series, l0),
-            sentence=sentence(series, l0), search=search, found=found, labelled=sum(labelled.values()),
+            sentence=sentence(series, l0), unit=unit(opened), labelled=sum(labelled.values()),
             C=sum(site.C for site in plan.sites), page=page, pages=pages,
             others=self._others(opened), copied=0 if self.only is None else self.only.count,
             experts=l0 is not None and l0.has_experts,
@@ -153,31 +160,38 @@ class Pages:
         summary, labels = opened.summary(site), opened.labels.of_site(site)
         pages = max(1, math.ceil(len(numbers) / PAGE))
         page = min(page, pages)
-        rows = []
-        for n in numbers[(page - 1) * PAGE : page * PAGE].tolist():
-            rows.append(
-                {
-                    "number": n, "label": labels.get(n, ""), "firings": int(summary.firings[n]),
-                    "density": float(summary.density[n]), "importance_mean": float(summary.importance_mean[n]),
-                    "importance_max": float(summary.importance_max[n]),
-                    "activation_mean": float(summary.activation_mean[n]),
-                    "activation_max": float(summary.activation_max[n]),
-                    "tokens": shown_tokens(opened, summary.tokens[n].tolist()),
-                }
-            )  # fmt: skip
+        shown = numbers[(page - 1) * PAGE : page * PAGE]
+        rows = [_list_row(opened, site, n, labels.get(n, ""), summary, n) for n in shown.tolist()]
         base = (opened.run, opened.name, "sites", site)
 
         def of_range(density: tuple[float, float], importance: tuple[float, float]) -> str:
             ranges = (("density", *density), ("importance", *importance))
             return address(*base, **Query(query.sort, query.ascending, query.search, query.labelled, ranges).address)
 
-        tokens = matching_tokens(opened, query.search) if query.search else np.zeros(0, int)
         return self.render(
-            "site.html", opened=opened, site=where, query=query, rows=rows, page=page, pages=pages, total=len(numbers),
+            "site.html", opened=opened, site=where, base=base, rows=rows, page=page, pages=pages, total=len(numbers),
             map=site_map(summary, numbers, lambda n: address(*base, n), of_range), across=ACROSS, down=DOWN,
-            sorts=SORTS, labelled=LABELLED, matched=shown_tokens(opened, tokens[:8].tolist()), n_matched=len(tokens),
             alive=int((summary.firings > 0).sum()), l0=float(summary.density.sum()), n_labels=len(labels),
-            unit=unit(opened), neighbours=_site_neighbours(opened, site), routed=self._routed(opened, site),
+            neighbours=_site_neighbours(opened, site), routed=self._routed(opened, site), **_list_values(opened, query),
+        )  # fmt: skip
+
+    def all_components(self, opened: Opened, query: Query, page: int) -> str:
+        """The components of all sites in one list."""
+        numbers = find_all_components(opened, query)
+        pages = max(1, math.ceil(len(numbers) / PAGE))
+        page = min(page, pages)
+        shown = numbers[(page - 1) * PAGE : page * PAGE]
+        named = opened.harvest.index.named(shown)
+        labels = {site: opened.labels.of_site(site) for site in {site for site, _ in named}}
+        everything = opened.all_components
+        rows = [
+            _list_row(opened, site, n, labels[site].get(n, ""), everything.summary, k)
+            for k, (site, n) in zip(shown.tolist(), named, strict=True)
+        ]
+        return self.render(
+            "all_components.html", opened=opened, site=None, base=(opened.run, opened.name, "components"), rows=rows,
+            page=page, pages=pages, total=len(numbers), C=len(opened.harvest.index), alive=everything.alive,
+            l0=everything.l0, n_labels=sum(opened.labels.count().values()), **_list_values(opened, query),
         )  # fmt: skip
 
     # --- a component ---
@@ -244,6 +258,25 @@ class Pages:
             tokens = None if self.only is None else self.only.context
             context = (example if tokens is None else example.near(tokens)).marked(max(largest, 1e-30))
         return {"context": context, "importance": example.importance, "activation": example.activation}
+
+
+def _list_values(opened: Opened, query: Query) -> dict[str, Any]:
+    """What every list of components needs of what was asked."""
+    tokens = matching_tokens(opened, query.search) if query.search else np.zeros(0, int)
+    return {
+        "query": query, "sorts": SORTS, "labelled": LABELLED, "unit": unit(opened), "n_matched": len(tokens),
+        "matched": shown_tokens(opened, tokens[:8].tolist()),
+    }  # fmt: skip
+
+
+def _list_row(opened: Opened, site: str, n: int, label: str, summary: Summary, at: int) -> dict[str, Any]:
+    """A component in a list; ``at``: its place in ``summary``."""
+    return {
+        "site": site, "number": n, "label": label, "density": float(summary.density[at]),
+        "importance_mean": float(summary.importance_mean[at]), "importance_max": float(summary.importance_max[at]),
+        "activation_mean": float(summary.activation_mean[at]), "activation_max": float(summary.activation_max[at]),
+        "tokens": shown_tokens(opened, summary.tokens[at].tolist()),
+    }  # fmt: skip
 
 
 def checked_number(opened: Opened, site: str, n: int) -> None:

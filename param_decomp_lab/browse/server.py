@@ -1,7 +1,7 @@
 """The server of the browser: addresses, what may be asked and by whom, and how errors are shown.
 
 Requests are answered one after the other on the event loop: a page takes a few milliseconds, and the readers of Parquet
-files need no locks. Only a text that is run waits elsewhere.
+files need no locks. Only a text that is run, and a search of all sites, wait elsewhere.
 """
 
 import asyncio
@@ -88,7 +88,20 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
 
     @of_harvest
     async def harvest(request: Request, opened: Opened) -> Response:
-        return HTMLResponse(pages.harvest(opened, request.query_params.get("search", "").strip(), _page(request)))
+        if request.query_params.get("search", "").strip():  # what this page once searched
+            return RedirectResponse(
+                address(opened.run, opened.name, "components", search=request.query_params["search"]), 303
+            )
+        return HTMLResponse(pages.harvest(opened, _page(request)))
+
+    @of_harvest
+    async def components(request: Request, opened: Opened) -> Response:
+        query, page = Query.parse(request.query_params), _page(request)
+        if not query.search:
+            return HTMLResponse(pages.all_components(opened, query, page))
+        # The first one reads the tokens of all sites, for seconds. What the thread needs besides is read before.
+        _ = opened.all_components, opened.harvest.vocabulary, opened.harvest.input_totals
+        return HTMLResponse(await asyncio.to_thread(pages.all_components, opened, query, page))
 
     @of_harvest
     async def site(request: Request, opened: Opened) -> Response:
@@ -252,6 +265,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
             Route("/", runs),
             Route("/static/{version}/{file}", static),
             Route("/{run}/{harvest}", harvest),
+            Route("/{run}/{harvest}/components", components),
             Route("/{run}/{harvest}/text", text),
             Route("/{run}/{harvest}/graphs", graph_list),
             Route("/{run}/{harvest}/graphs/{graph}", kept_graph),

@@ -117,7 +117,7 @@ class _Copy:
     def _add_sites(self) -> None:
         opened, renderer, query = self._opened, self._renderer, Query()
         sites = list(opened.harvest.sites)
-        self._add_list("", "index.html", _pages(len(sites), pages.SITES), partial(renderer.harvest, opened, ""))
+        self._add_list("", "index.html", _pages(len(sites), pages.SITES), partial(renderer.harvest, opened))
         for site in sites:
             numbers, place = self._chosen.of_site(site), f"sites/{site}"
             show = partial(renderer.site, opened, site, query)

@@ -74,6 +74,24 @@ def numbers_of(page: Response) -> list[int]:
     return [int(n) for n in re.findall(r'<th scope="row" class="num"><a href="[^"]*">(\d+)</a>', page.text)]
 
 
+def listed_of(page: Response) -> list[tuple[str, int]]:
+    """Site and number of the components in a list of all sites."""
+    found = re.findall(r'<th scope="row"><a href="[^"]*/sites/([^/"]*)/(\d+)">', page.text)
+    return [(unescape(site), int(n)) for site, n in found]
+
+
+def all_listed(browser: TestClient, address: str, **params: str) -> list[tuple[str, int]]:
+    """Through all pages."""
+    found: list[tuple[str, int]] = []
+    for at in range(1, 100):
+        page = browser.get(address, params=params | {"page": str(at)})
+        assert page.status_code == 200, page.text
+        found += listed_of(page)
+        if 'rel="next"' not in page.text:
+            return found
+    pytest.fail("more pages than components")
+
+
 # ---- what they show ----
 
 
@@ -257,6 +275,90 @@ def test_search_finds_what_fires_on_a_token(shown: TestClient, harvested: Path) 
     assert "No component fits" in shown.get(f"{base(harvested)}/sites/{SITE}", params={"search": "☃"}).text
 
 
+VALUES = {
+    "": "importance_mean",
+    "density": "density",
+    "largest": "importance_max",
+    "activation": "activation_mean",
+    "largest_activation": "activation_max",
+}
+
+
+def test_all_components_in_order(shown: TestClient, harvested: Path) -> None:
+    harvest, address = Harvest(only_harvest(harvested)), f"{base(harvested)}/components"
+    summaries = {site: harvest.summary(site) for site in harvest.sites}
+    every = [(site.name, n) for site in harvest.plan.sites for n in range(site.C)]
+    assert len(every) > 50  # so that there are two pages
+    for sort, name in VALUES.items():
+        for order, sign in (("", -1), ("up", 1)):
+            found = all_listed(shown, address, sort=sort, order=order)
+            assert sorted(found) == sorted(every)
+            values = np.asarray([getattr(summaries[site], name)[n] for site, n in found]) * sign
+            assert np.all(np.diff(values) >= -1e-6 * np.abs(values[1:]))
+    assert all_listed(shown, address, sort="number", order="up") == every
+    assert all_listed(shown, address, sort="number") == every[::-1]
+    middle = float(np.median(np.concatenate([x.density for x in summaries.values()])))
+    dense = {(site, n) for site, n in every if summaries[site].density[n] >= round(middle, 8)}
+    assert set(all_listed(shown, address, min_density=f"{middle:.8f}", max_density="1")) == dense
+    assert 0 < len(dense) < len(every)
+    page = shown.get(address, params={"sort": "density"}).text
+    assert f"{len(every)} components of {len(summaries)} sites" in page
+    alive = sum(int((x.firings > 0).sum()) for x in summaries.values())
+    assert f"<span>{alive} that fire</span>" in page
+    assert f"<h2>{len(every)} components" in page
+    row = page.partition("<tbody>")[2].partition("</tr>")[0]
+    [(site, n)] = listed_of(Response(200, text=row))
+    assert f'<td class="num">{percent(summaries[site].density[n])}</td>' in row
+    tokens = harvest.names([t for t in summaries[site].tokens[n].tolist() if t >= 0])
+    assert re.findall(r'<span class="token">(.*?)</span>', row) == [str(escape(token)) for token in tokens]
+
+
+def test_all_components_by_token(shown: TestClient, harvested: Path) -> None:
+    """What the first page's search finds is what the searches of the sites find, in one order."""
+    harvest, address = Harvest(only_harvest(harvested)), f"{base(harvested)}/components"
+    form = shown.get(base(harvested)).text.partition('<form role="search"')[2].partition("</form>")[0]
+    assert f'action="{address}"' in form
+    assert 'name="search"' in form
+    assert address in links(shown.get(base(harvested)))
+    old = shown.get(base(harvested), params={"search": "e t"})
+    assert (old.status_code, old.headers["location"]) == (303, f"{address}?search=e+t")
+    opened = Catalog([harvested]).harvest(LLAMA, harvest.folder.name)
+    for sort in ("", "density", "number"):
+        expected = {
+            (site, n) for site in harvest.sites for n in find_components(opened, site, Query(search="e")).tolist()
+        }
+        found = all_listed(shown, address, search="e", sort=sort)
+        assert sorted(found) == sorted(expected)
+        assert 0 < len(found) < len(harvest.index)
+        for site in harvest.sites:  # the order within a site is that of its own list
+            own = find_components(opened, site, Query(sort, False, "e")).tolist()
+            assert [n for name, n in found if name == site] == own
+    rows = harvest.find(token="e", most=1000).to_pylist()
+    best = [(row["site"], row["component"]) for row in rows]
+    assert set(best) == set(all_listed(shown, address, search="e"))
+    assert best[:5] == all_listed(shown, address, search="e")[:5]
+    assert "No component fits" in shown.get(address, params={"search": "☃"}).text
+    toy = shown.get(f"{base(harvested, TOY)}/components", params={"search": "1"})
+    assert "Features searched for" in toy.text
+
+
+def test_a_site_shows_the_same_after_all_components(harvested: Path) -> None:
+    """Its numbers are then a part of those of all."""
+    address = f"{base(harvested)}/sites/{SITE}"
+    with client(harvested) as browser:
+        before = [browser.get(address, params=params).text for params in ({}, {"search": "e", "sort": "density"})]
+        assert browser.get(f"{base(harvested)}/components").status_code == 200
+        after = [browser.get(address, params=params).text for params in ({}, {"search": "e", "sort": "density"})]
+    assert before == after
+    opened = Catalog([harvested]).harvest(LLAMA, only_harvest(harvested).name)
+    before_all = {site: opened.summary(site) for site in opened.harvest.sites}
+    assert len(opened.all_components.summary.firings) == len(opened.harvest.index)
+    for site, summary in before_all.items():
+        for one, other in zip(summary, opened.summary(site), strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert one.dtype == other.dtype
+
+
 def test_the_map_has_every_component_that_fires(harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fires = np.flatnonzero(Harvest(only_harvest(harvested)).summary(SITE).firings)
     site = f"{base(harvested)}/sites/{SITE}"
@@ -291,6 +393,44 @@ def test_what_to_do_with_a_component(shown: TestClient, harvested: Path) -> None
     assert (found["component"].site, found["component"].number) == (SITE, 3)
     assert page.text.count("<abbr title=") > 8
     assert '<abbr title="">' not in page.text
+
+
+def test_what_if_begins_with_an_example(shown: TestClient, harvested: Path) -> None:
+    for run, site in ((LLAMA, SITE), (TOY, next(iter(Harvest(only_harvest(harvested, TOY)).sites)))):
+        harvest, here = Harvest(only_harvest(harvested, run)), base(harvested, run)
+        c = int(harvest.summary(site).firings.argmax())
+        [example] = harvest.examples(site, c, 1)
+        if run == LLAMA:
+            expected = "".join(example.names[: example.position - example.first + 1]).replace("↵", "\n")
+        else:
+            row = harvest.row(example.row)
+            expected = " ".join(f"{k}={row[k]:.6g}" for k in example.tokens)
+        address = f"{here}/intervene?select={quote(site)}%3A{c}&how=off"
+        assert address in links(shown.get(f"{here}/sites/{site}/{c}"))
+        page = shown.get(address)
+        assert "http-equiv" not in page.text  # nothing is run yet
+        text = re.search(r'<textarea name="prompt"[^>]*>(.*?)</textarea>', page.text, re.DOTALL)
+        assert text is not None
+        assert unescape(text[1]) == expected
+        assert expected.strip()
+        assert "first example" in page.text
+        assert f'<a href="{here}/sites/{site}/{c}" data-key="u">' in page.text
+        assert '<h1>What if</h1>\n<p class="note">Changes components' in page.text
+        assert page.text.count('<label class="factor">') == 1  # which the style sheet shows beside "multiplied by"
+    for nothing in ("", "select=x:1", f"select={site}:999", "select=group:1", f"select={site}:{'9' * 30}", "prompt="):
+        page = shown.get(f"{here}/intervene?{nothing}").text
+        assert 'data-key="/"></textarea>' in page
+        assert "first example" not in page
+        assert "←" not in page
+    several = shown.get(f"{here}/intervene", params={"select": f"{site}:0 {site}:1@-1 {site}:0"}).text
+    assert re.findall(r"/sites/[^/]*/(\d+)", several) == ["0", "1"]
+    assert "first example" not in several
+
+
+def test_the_factor_shows_where_it_matters(shown: TestClient, harvested: Path) -> None:
+    page = shown.get(base(harvested)).text
+    [style] = re.findall(r'href="(/static/[^"]*browse.css)"', page)
+    assert 'form.text:not(:has(option[value="scale"]:checked)) .factor { display: none; }' in shown.get(style).text
 
 
 def answered_here(harvested: Path, monkeypatch: pytest.MonkeyPatch, run_name: str = LLAMA) -> Run:
@@ -436,7 +576,11 @@ def test_labels_are_kept(mine: Path) -> None:
         assert "<script>alert" not in page
         assert "<img" not in page
         assert not set(MARKS) & set("\u202e\u200f\x1b") & set(page)
-        for path in (f"{here}/4", f"{here}?labelled=yes", f"{base(mine)}?search=b"):  # whole, in short, found
+        for path in (
+            f"{here}/4",
+            f"{here}?labelled=yes",
+            f"{base(mine)}/components?search=b",
+        ):  # whole, in short, found
             long = browser.get(path).text
             assert "&lt;b&gt;" in long
             assert "<b>&#39;" not in long
@@ -444,8 +588,12 @@ def test_labels_are_kept(mine: Path) -> None:
         assert numbers_of(browser.get(here, params={"labelled": "yes", "sort": "number", "order": "up"})) == [3, 4]
         assert set(numbers_of(browser.get(here, params={"sort": "unlabelled"}))[-2:]) == {3, 4}
         assert numbers_of(browser.get(here, params={"search": "ALERT("})) == [3]
-        assert f"{here}/3" in links(browser.get(base(mine), params={"search": "alert(1)"}))
-        assert f"{here}/3" not in links(browser.get(base(mine), params={"search": "%"}))
+        everywhere = f"{base(mine)}/components"
+        assert listed_of(browser.get(everywhere, params={"search": "alert(1)"})) == [(SITE, 3)]
+        assert f"{here}/3" not in links(browser.get(everywhere, params={"search": "%"}))
+        assert set(listed_of(browser.get(everywhere, params={"labelled": "yes"}))) == {(SITE, 3), (SITE, 4)}
+        last = browser.get(everywhere, params={"sort": "unlabelled", "page": "999"})
+        assert set(listed_of(last)[-2:]) == {(SITE, 3), (SITE, 4)}
         browser.post(f"{here}/3/label", data={"text": "", "author": "Ada"})
         assert "taken away" in browser.get(f"{here}/3").text
         assert numbers_of(browser.get(here, params={"labelled": "yes"})) == [4]
@@ -523,6 +671,8 @@ def test_addresses_that_lead_nowhere(shown: TestClient, harvested: Path) -> None
             f"{here}/sites/{SITE}?page={bad}", f"{here}/sites/{SITE}?sort={bad}",
             f"{here}/sites/{SITE}?min_density={bad}&go={bad}",
             f"{here}/sites/{SITE}?labelled={bad}", f"{here}/text?text=x&at={bad}",
+            f"{here}/components?page={bad}", f"{here}/components?sort={bad}",
+            f"{here}/components?min_density={bad}&sort=x",
         ):  # fmt: skip
             page = shown.get(path)
             assert page.status_code in (400, 404) or (word == "1e3" and page.status_code == 200), (path, page.text)
@@ -532,6 +682,9 @@ def test_addresses_that_lead_nowhere(shown: TestClient, harvested: Path) -> None
     assert shown.get(f"{here}/sites/{SITE}", params={"search": "x" * 201}).status_code == 400
     assert shown.get(f"{here}/sites/{SITE}", params={"search": MARKUP}).status_code == 200
     assert "<script>alert" not in shown.get(f"{here}/sites/{SITE}", params={"search": MARKUP}).text
+    assert shown.get(f"{here}/components", params={"search": "x" * 201}).status_code == 400
+    assert "<script>alert" not in shown.get(f"{here}/components", params={"search": MARKUP}).text
+    assert "<script>alert" not in shown.get(f"{here}/intervene", params={"select": MARKUP + ":3"}).text
 
 
 def test_hostile_tokens_and_names(mine: Path) -> None:
@@ -544,7 +697,10 @@ def test_hostile_tokens_and_names(mine: Path) -> None:
     plan = json.loads((harvest / "harvest.json").read_text())
     (harvest / "harvest.json").write_text(json.dumps(plan | {"data": MARKUP + MARKS + "y" * 10_000}))
     with client(mine) as browser:
-        for path in ("/", base(mine), f"{base(mine)}/sites/{SITE}", f"{base(mine)}/sites/{SITE}/3"):
+        for path in (
+            "/", base(mine), f"{base(mine)}/sites/{SITE}", f"{base(mine)}/components",
+            f"{base(mine)}/intervene?select={SITE}:3", f"{base(mine)}/sites/{SITE}/3",
+        ):  # fmt: skip
             page = browser.get(path)
             assert page.status_code == 200
             assert "<script>alert" not in page.text
@@ -581,7 +737,14 @@ def test_damaged_harvests(mine: Path) -> None:
         for kind, damage in DAMAGE.items():
             (harvest / file).write_bytes(damage(whole))
             with client(mine) as browser:
-                for path in ("/", base(mine), here, f"{here}?search=e", f"{here}/3"):
+                for path in (
+                    "/",
+                    base(mine),
+                    here,
+                    f"{here}?search=e",
+                    f"{base(mine)}/components?search=e",
+                    f"{here}/3",
+                ):
                     page = browser.get(path)
                     assert page.status_code in (200, 400, 404), (file, kind, path, page.text)
                     assert page.status_code == 200 or "harvest" in page.text
@@ -625,6 +788,7 @@ def test_numbers_that_no_harvest_has(mine: Path, file: str, column: str, value: 
         assert page.status_code == 400, page.text
         assert "the harvest is damaged" in page.text
         assert browser.get(f"{base(mine)}/sites/{SITE}").status_code in (200, 400)
+        assert browser.get(f"{base(mine)}/components").status_code in (200, 400)
 
 
 def test_rows_of_another_kind(mine: Path) -> None:

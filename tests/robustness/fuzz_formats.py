@@ -925,8 +925,12 @@ def _browsed(fault: Fault, whole: Any) -> None:
             lambda: pages.component(pages.catalog.harvest(run, name), site, 1, Query(), False),
         ]
 
-    asked: list[Callable[[], str]] = [lambda: pages.harvest(pages.catalog.harvest(run, name), "", 1)]
+    asked: list[Callable[[], str]] = [lambda: pages.harvest(pages.catalog.harvest(run, name), 1)]
     asked += of_site("linear1") + of_site("linear2")
+    asked += [
+        lambda: pages.all_components(pages.catalog.harvest(run, name), Query(sort="density"), 1),
+        lambda: pages.all_components(pages.catalog.harvest(run, name), Query(search="1"), 1),
+    ]
     for ask in asked:
         try:
             shown.append(ask())

@@ -45,6 +45,10 @@ class Labels:
         """Returns the current labels, by component."""
         return dict(self._read(f"SELECT component, text FROM {_CURRENT} WHERE site = ? AND text != ''", site))
 
+    def of_all(self) -> list[tuple[str, int, str]]:
+        """Site, component and text of all current labels."""
+        return self._read(f"SELECT site, component, text FROM {_CURRENT} WHERE text != ''")
+
     def count(self) -> dict[str, int]:
         """Returns the number of labelled components, by site."""
         return dict(self._read(f"SELECT site, count(*) FROM {_CURRENT} WHERE text != '' GROUP BY site"))
@@ -52,15 +56,6 @@ class Labels:
     def history(self, site: str, component: int) -> list[Label]:
         """All edits, the newest first."""
         return [Label(*map(str, row)) for row in self._read(_EDITS, site, component)]
-
-    def find(self, text: str, most: int = 50) -> list[tuple[str, int, str]]:
-        """Returns site, component and label of the components whose label contains ``text``, ignoring case."""
-        words = "%" + text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
-        return self._read(
-            f"SELECT site, component, text FROM {_CURRENT} WHERE text LIKE ? ESCAPE '\\' "
-            "ORDER BY site, component LIMIT ?",
-            words, most,
-        )  # fmt: skip
 
     def last_edits(self, site: str) -> dict[int, Label]:
         """Returns the newest edit of every component that has one, including removals."""

@@ -1,12 +1,16 @@
 """Finds the components of a site that fire on some tokens, ordered by the share of their firings on these."""
 
+import os
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Float, Int
+import pyarrow.parquet as pq
+from jaxtyping import Bool, Float, Int
 
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files.tables import RARE_TOKEN
@@ -18,6 +22,7 @@ MATCHED_SHARE = 0.02
 """
 TOKENS_MATCHED = 200
 ENGINE_MEMORY = "200MB"
+ROWS_AT_ONCE = 1 << 17
 
 
 def matching_tokens(vocabulary: pa.Array | None, n_inputs: int, search: str) -> Int[np.ndarray, " n"]:
@@ -59,16 +64,100 @@ def match_by_tokens(
     except duckdb.Error as error:
         why = printable(str(error), 300)
         raise UserError(f"{path} cannot be read ({why}): make the harvest again") from error
-    component, n = rows["component"], rows["n"].astype(float)
-    unknown = component[(component < 0) | (component >= len(found))]
+    component, values, good = _fits(
+        path, rows["component"], rows["token"], rows["n"], firings, input_totals, n_positions
+    )
+    np.add.at(found, component[good], values[good])
+    return found
+
+
+def _fits(
+    path: Path,
+    component: Int[np.ndarray, " n"],
+    token: Int[np.ndarray, " n"],
+    n: Int[np.ndarray, " n"],
+    firings: Int[np.ndarray, " C"],
+    input_totals: Int[np.ndarray, " inputs"],
+    n_positions: int,
+) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+    """Of rows of a table of tokens: the components, how well each fits its token, and whether it does."""
+    unknown = component[(component < 0) | (component >= len(firings))]
     if len(unknown):
         raise UserError(
-            f"{path} is damaged: it has component {unknown[0]}, and its site has {len(found):,} of them: make the "
+            f"{path} is damaged: it has component {unknown[0]}, and its site has {len(firings):,} of them: make the "
             "harvest again"
         )
-    total = input_totals[rows["token"]]
-    share = n / np.maximum(firings[component], 1)
+    total = input_totals[token]
+    share = n.astype(float) / np.maximum(firings[component], 1)
     lift = share * n_positions / np.maximum(total, 1)
     good = (share >= MATCHED_SHARE) & (lift > 1) & (total >= RARE_TOKEN)
-    np.add.at(found, component[good], share[good] * np.log(lift[good]))
-    return found
+    return component, share * np.log(np.where(good, lift, 1)), good
+
+
+class TokenIndex:
+    """Which components of all sites fit a token, in a file without a name that goes with this object: reading all
+    tables of tokens takes seconds for a million components, looking into this some milliseconds.
+
+    ``sites``: their tables, and the firings of their components. The rest is as in `match_by_tokens`, and so is what is
+    found. Raises UserError if a table is damaged, or if there is no room for the file.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[tuple[Path, Int[np.ndarray, " C"]]],
+        input_totals: Int[np.ndarray, " inputs"],
+        n_positions: int,
+    ) -> None:
+        self._file = tempfile.TemporaryFile(prefix="pd-browse-")  # noqa: SIM115 (closed with this object)
+        self._n_inputs, self._starts, self._firsts = len(input_totals), list[tuple[int, int]](), list[int]()
+        first = at = 0
+        for file, firings in sites:
+            token, component, value = _all_fits(file, firings, input_totals, n_positions)
+            order = np.argsort(token, kind="stable")
+            ends = np.searchsorted(token[order], np.arange(self._n_inputs + 1)).astype(np.int64)
+            entries = np.empty(len(order), _ENTRY)
+            entries["component"], entries["value"] = component[order] + first, value[order]
+            try:
+                self._file.write(ends.tobytes() + entries.tobytes())
+            except OSError as error:
+                raise UserError(f"a search needs room in {tempfile.gettempdir()}: {error.strerror}") from error
+            self._starts.append((at, at + ends.nbytes))
+            at, first = at + ends.nbytes + entries.nbytes, first + len(firings)
+        self._file.flush()
+
+    def find(self, tokens: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " m"], Float[np.ndarray, " m"]]:
+        """Numbers, through all sites, of the components that fit some of these tokens, ascending, and how well."""
+        descriptor, found = self._file.fileno(), [np.zeros(0, _ENTRY)]
+        for token in tokens.tolist():
+            for ends_at, entries_at in self._starts:
+                start, stop = np.frombuffer(os.pread(descriptor, 16, ends_at + 8 * token), np.int64).tolist()
+                size = _ENTRY.itemsize
+                if stop > start:
+                    part = os.pread(descriptor, (stop - start) * size, entries_at + start * size)
+                    found.append(np.frombuffer(part, _ENTRY))
+        every = np.concatenate(found)
+        numbers, place = np.unique(every["component"], return_inverse=True)
+        return numbers, np.bincount(place, every["value"], len(numbers))
+
+
+_ENTRY = np.dtype([("component", np.int32), ("value", np.float64)])
+
+
+def _all_fits(
+    file: Path, firings: Int[np.ndarray, " C"], input_totals: Int[np.ndarray, " inputs"], n_positions: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, components and how well they fit, of all rows of a table that do."""
+    found: list[tuple[np.ndarray, ...]] = [(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0))]
+    path = regular_file(file, "the tokens")
+    try:
+        with pq.ParquetFile(path) as table:
+            for batch in table.iter_batches(ROWS_AT_ONCE, columns=["component", "token", "n"], use_threads=False):
+                component, token, n = (batch[name].to_numpy() for name in ("component", "token", "n"))
+                if len(token) and not 0 <= token.min() <= token.max() < len(input_totals):
+                    raise ValueError(f"tokens {token.min()} to {token.max()}")
+                _, value, good = _fits(path, component, token, n, firings, input_totals, n_positions)
+                found.append((token[good], component[good], value[good]))
+    except (OSError, pa.ArrowException, LookupError, ValueError, TypeError, MemoryError, OverflowError) as error:
+        raise UserError(f"{path} cannot be read ({printable(str(error), 300)}): make the harvest again") from error
+    token, component, value = (np.concatenate(part) for part in zip(*found, strict=True))
+    return token, component, value
