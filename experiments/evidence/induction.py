@@ -49,7 +49,7 @@ def main() -> None:
     given = parser.parse_args()
     out = given.out.resolve()
     run_folder = out / "runs" / "p-00000001"
-    if not run_folder.exists():
+    if not any((run_folder / "ckpts").glob("*/files.json")):
         make(out, given.steps)
     print(table(load_run(run_folder, devices=1)))
 

@@ -17,6 +17,7 @@ from param_decomp_lab.harvest.files.labels import Labels
 from param_decomp_lab.harvest.files.plan import HARVESTS, NAME
 from param_decomp_lab.harvest.files.scores import Scores
 from param_decomp_lab.harvest.files.tables import PLAN_FILE
+from param_decomp_lab.runs.folder import EVALUATIONS
 from param_decomp_lab.runs.listing import DEPTH, RunStatus, read_run, run_folders
 from param_decomp_lab.runs.target_file import TARGET_FILE, read_target
 from param_decomp_lab.safe_io.printable import printable
@@ -229,7 +230,7 @@ def _status(folder: Path, changed: tuple[int, ...]) -> RunStatus:
 def _changed(folder: Path) -> tuple[int, ...]:
     """When the files from which a status is read changed."""
     found = []
-    for name in ("config.yaml", "metrics.jsonl", "ckpts", "lock", "ended.json"):
+    for name in ("config.yaml", "metrics.jsonl", "ckpts", "lock", "ended.json", EVALUATIONS):
         try:
             found.append((folder / name).stat().st_mtime_ns)
         except OSError:

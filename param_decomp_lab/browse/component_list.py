@@ -1,6 +1,6 @@
 """The components of a site, or of all, in the order and selection that a reader asked for."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -124,7 +124,19 @@ def find_all_components(opened: Opened, query: Query) -> Int[np.ndarray, " n"]:
         order = order[kept[order]]
     # By number, the smallest is first in `order`; a match without a search is 0 for all.
     backwards = query.ascending != (query.sorted_by == "number") and query.sorted_by != "match"
-    return order[::-1] if backwards else order
+    if not backwards or not name:
+        return order[::-1] if backwards else order
+    by_label = labelled if query.sorted_by == "unlabelled" else np.zeros(1, bool)
+    return _reversed(order, [getattr(summary, name).astype(np.float32), np.broadcast_to(by_label, C)])
+
+
+def _reversed(order: Int[np.ndarray, " n"], keys: Sequence[np.ndarray]) -> Int[np.ndarray, " n"]:
+    """The reverse of an order, in which components with equal ``keys`` stay in their own order."""
+    backwards = order[::-1]
+    changes = np.logical_or.reduce([key[backwards[1:]] != key[backwards[:-1]] for key in keys])
+    starts = np.flatnonzero(np.append(True, changes)[: len(backwards)])
+    lengths = np.diff(np.append(starts, len(backwards)))
+    return backwards[np.repeat(2 * starts + lengths - 1, lengths) - np.arange(len(backwards))]
 
 
 _ORDERS = {

@@ -226,13 +226,21 @@ function turn(said, n) {
   lowers.replaceChildren(...up);
 }
 
-// The parts of a residual error; null where they are not known.
+// The parts of a residual error, or a link to them where this page does not have them; null where they are not known.
 function madeOf(n) {
   const parts = entries[n].querySelector(".behind table")?.cloneNode(true);
-  if (!parts) return null;
+  if (!parts && entries[n].dataset.parts === undefined) return null;
   const made = element("div");
-  made.append(element("h3", "made of"), parts);
+  made.append(element("h3", "made of"), parts ?? partsOf(n));
   return made;
+}
+
+// The address of the node has its parts; the fragment, which has what is chosen here, stays.
+function partsOf(n) {
+  const [page] = marks[n].getAttribute("href").split("#");
+  const said = element("p", undefined, { class: "note" });
+  said.append(element("a", "list its parts", { href: `${page}${location.hash}` }));
+  return said;
 }
 
 function describe(n) {

@@ -22,7 +22,7 @@ from param_decomp_lab.browse.graph_nodes import (
     page_of,
     where,
 )
-from param_decomp_lab.browse.pages import NotThere, Pages, address, clean, unit
+from param_decomp_lab.browse.pages import NotThere, Pages, address, clean, typed, unit
 from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import LONGEST, GraphAnswer, GraphQuestion
 from param_decomp_lab.errors import UserError
@@ -90,8 +90,9 @@ class GraphPages:
             waiting = WAITING if answer is None else ""
             wrong = "" if answer is None else clean(answer.wrong, 2000)
             return self._pages.render(
-                "graphs.html", opened=opened, entries=[], waiting=waiting, wrong=wrong, prompt=clean(question.prompt),
-                target=clean(question.target, 100), optimize=question.optimize, unit=unit(opened),
+                "graphs.html", opened=opened, entries=[], waiting=waiting, wrong=wrong,
+                prompt=typed(question.prompt[:LONGEST]), target=typed(question.target[:100]),
+                optimize=question.optimize, unit=unit(opened),
             )  # fmt: skip
         asked = {"prompt": question.prompt, "target": question.target, "optimize": "1" if question.optimize else ""}
         return self._graph(opened, answer.graph, view, asked)
@@ -164,6 +165,7 @@ class GraphPages:
             lists=None if at is None else self._lists(opened, graph, at, link),
             data=Markup(text.replace("<", "\\u003c")), left_out=len(graph.nodes) - len(served),
             edges_left_out=between - len(edges), prompt=clean(graph.prompt, 2000), unit=unit(opened),
+            sent=typed(graph.prompt[: LONGEST + 1]),  # one that is too long is refused, not run in part
             outputs=[
                 {"token": output_name(graph, n), "node": n, "sum": sum(e.weight for _, e in graph.into(n))}
                 for n in graph.outputs
@@ -178,6 +180,7 @@ class GraphPages:
         first, names = first_of_subject(nodes), node_names(opened, graph, nodes)
         entries: list[dict[str, Any]] = []
         explained = opened_up = 0
+        with_parts = {entry.node for entry in graph.rests} if self._pages.only is None else set()
         for k, node in enumerate(nodes):
             is_first = first[k] == k
             entry = self._node(opened, graph, node, names[k], is_first, is_first and explained < EXPLAINED)
@@ -187,6 +190,8 @@ class GraphPages:
             if node.kind == "rest" and (opened_up < BEHIND or node.id == chosen):
                 entry["behind"] = behind(opened, graph, node)
                 opened_up += 1
+            else:
+                entry["parts"] = node.id in with_parts
             entries.append(entry)
         return entries
 
@@ -198,7 +203,7 @@ class GraphPages:
             "node": node, "name": name, "where": where(graph, node), "explain": explain,
             "page": page_of(opened, node) if explain else "",
             "essentials": essentials(opened, node.site, node.number) if examples and node.kind == "component" else None,
-            "behind": None,
+            "behind": None, "parts": False,
         }  # fmt: skip
 
     def _lists(self, opened: Opened, graph: Graph, at: int, link: Callable[..., str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import Pages, clean, unit
+from param_decomp_lab.browse.pages import Pages, clean, typed, unit
 from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import LONGEST, InterventionQuestion
 from param_decomp_lab.data.token_names import PICTURES
@@ -41,7 +41,7 @@ class InterventionPages:
         elif prompt.strip() and selection:
             values |= self._ask(opened, prompt, selection, how, scale, goes_on)
         return self._pages.render(
-            "intervene.html", opened=opened, prompt=clean(prompt[:LONGEST]), select=clean("\n".join(selection)),
+            "intervene.html", opened=opened, prompt=typed(prompt[:LONGEST]), select=clean("\n".join(selection)),
             how=how if how in HOWS else "off", scale=clean(scale, 12), goes_on=goes_on,
             unit=unit(opened), chosen=chosen[:LINKED], example=example, **values,
         )  # fmt: skip
@@ -74,7 +74,7 @@ def _without_groups(opened: Opened, selection: tuple[str, ...]) -> tuple[str, ..
     """The selection with the members of this harvest's groups in the groups' place."""
     found: list[str] = []
     for entry in selection:
-        parts = re.fullmatch(rf"{GROUP}:(\d+)((?:@-?\d+)?)", entry)
+        parts = re.fullmatch(rf"{GROUP}:(\d{{1,12}})((?:@-?\d+)?)", entry, re.ASCII)
         if parts is None:
             found.append(entry)
             continue

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -30,7 +31,7 @@ from param_decomp_lab.harvest.files import Example, Summary
 from param_decomp_lab.harvest.files.labels import LONGEST, LONGEST_NAME
 from param_decomp_lab.harvest.files.scores import CHANCE
 from param_decomp_lab.harvest.files.tables import AT_ONE, RARE_TOKEN
-from param_decomp_lab.report.verdict import HeadlineCard, sentence, verdict
+from param_decomp_lab.report.verdict import BESIDE_BASELINES, HeadlineCard, sentence, verdict
 from param_decomp_lab.runs.evaluation_rows import L0, l0_table
 from param_decomp_lab.runs.folder import CONFIG_FILE
 from param_decomp_lab.runs.listing import RunStatus
@@ -77,6 +78,7 @@ class Pages:
             percent=percent,
             amount=amount,
             clean=clean,
+            typed=typed,
             brief=brief,
             signed=signed,
             breakable=breakable,
@@ -128,18 +130,24 @@ class Pages:
             logged = next((s for s in l0.sites if s.name == site.name), None) if l0 else None
             rows.append({"site": site, "labelled": labelled.get(site.name, 0), "logged": logged})
         return self.render(
-            "harvest.html", opened=opened, plan=plan, status=status, rows=rows, cards=self._cards(opened, series, l0),
-            sentence=sentence(series, l0), unit=unit(opened), labelled=sum(labelled.values()),
+            "harvest.html", opened=opened, plan=plan, status=status, rows=rows, sentence=sentence(series, l0),
+            cards=self._cards(opened, status, series, l0), unit=unit(opened), labelled=sum(labelled.values()),
             C=sum(site.C for site in plan.sites), page=page, pages=pages,
             others=self._others(opened), copied=0 if self.only is None else self.only.count,
             experts=l0 is not None and l0.has_experts,
         )  # fmt: skip
 
-    def _cards(self, opened: Opened, series: Mapping[str, Series], l0: L0 | None) -> list[HeadlineCard]:
+    def _cards(
+        self, opened: Opened, status: RunStatus, series: Mapping[str, Series], l0: L0 | None
+    ) -> list[HeadlineCard]:
         config: Mapping[str, Any] = {}
         with suppress(UserError):  # damaged: the numbers are shown without what they are about
             config = read_mapping(opened.run_folder / CONFIG_FILE, "the configuration of a run")
-        return verdict(series, config, l0, find_position_attack(opened.run_folder))
+        cards = verdict(series, config, l0, find_position_attack(opened.run_folder), status.step)
+        if self.only is None:
+            return cards
+        # A copy has no page of baselines.
+        return [replace(card, rule="") if card.rule == BESIDE_BASELINES else card for card in cards]
 
     def _others(self, opened: Opened) -> list[tuple[str, str]]:
         """Harvests that one can be matched with; a copy has none."""
@@ -355,6 +363,17 @@ def address(*parts: object, **parameters: object) -> str:
 def clean(text: object, limit: int = 10_000) -> str:
     """Text from outside, without what reverses or hides text."""
     return printable(str(text), limit)
+
+
+def line_feeds(text: str) -> str:
+    """A text whose lines all end with a line feed."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def typed(text: object) -> str:
+    """`clean` for a text that is sent back from here: tabs stay, and lines end as `line_feeds` makes them, so that it
+    is the same text the next time."""
+    return "\t".join(map(clean, line_feeds(str(text)).split("\t")))
 
 
 def brief(text: object) -> str:

@@ -1,7 +1,8 @@
 """The server of the browser: addresses, what may be asked and by whom, and how errors are shown.
 
 Requests are answered one after the other on the event loop: a page takes a few milliseconds, and the readers of Parquet
-files need no locks. Only a text that is run, and a search of all sites, wait elsewhere.
+files need no locks. Only a text that is run, and a search of all sites, wait elsewhere. The first list of all
+components reads the tables of all sites, and keeps other readers waiting for a second or so with a million components.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from starlette.applications import Starlette
@@ -35,7 +35,7 @@ from param_decomp_lab.browse.heads_page import HeadsPages
 from param_decomp_lab.browse.intervention_page import InterventionPages
 from param_decomp_lab.browse.matched_page import MatchedPages, PairQuery, known_harvest
 from param_decomp_lab.browse.nearest_page import NearestPages
-from param_decomp_lab.browse.pages import NotThere, Pages, address
+from param_decomp_lab.browse.pages import NotThere, Pages, address, line_feeds
 from param_decomp_lab.browse.text_page import TextPages, Workers
 from param_decomp_lab.browse.text_worker import GraphQuestion
 from param_decomp_lab.errors import CannotWrite, UserError
@@ -129,7 +129,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
 
     @of_harvest
     async def text(request: Request, opened: Opened) -> Response:
-        given = request.query_params
+        given = _typed(request.query_params)
         if given.get("of"):
             name, _, number = given["of"].rpartition(":")
             asked = given.get("text", ""), _known_site(name, opened), _number(number)
@@ -149,7 +149,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
 
     @of_harvest
     async def graph(request: Request, opened: Opened) -> Response:
-        question, view = _graph_question(request.query_params), _view(request)
+        question, view = _graph_question(_typed(request.query_params)), _view(request)
         if not question.prompt.strip():
             return HTMLResponse(await asyncio.to_thread(graphs.listing, opened))
         return HTMLResponse(await asyncio.to_thread(graphs.of_prompt, opened, question, view))
@@ -161,7 +161,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
 
     @of_harvest
     async def intervene(request: Request, opened: Opened) -> Response:
-        return HTMLResponse(await asyncio.to_thread(interventions.page, opened, request.query_params))
+        return HTMLResponse(await asyncio.to_thread(interventions.page, opened, _typed(request.query_params)))
 
     @of_harvest
     async def nearest(request: Request, opened: Opened) -> Response:
@@ -198,7 +198,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
 
     @of_harvest
     async def heads(request: Request, opened: Opened) -> Response:
-        given = request.query_params
+        given = _typed(request.query_params)
         name, number = _known_site(given.get("site", ""), opened), _number(given.get("component", ""))
         return HTMLResponse(await asyncio.to_thread(heads_pages.page, opened, name, number, given.get("text", "")))
 
@@ -407,14 +407,20 @@ def _page(request: Request) -> int:
 
 def _view(request: Request) -> View:
     given = request.query_params
-    return View(given.get("node", ""), bool(given.get("groups")), _number(given.get("edges") or str(DRAWN)))
+    edges = max(1, _number(given.get("edges") or str(DRAWN)))  # none would leave nothing to double
+    return View(given.get("node", ""), bool(given.get("groups")), edges)
 
 
 def _graph_question(given: Mapping[str, str]) -> GraphQuestion:
     return GraphQuestion(given.get("prompt", ""), given.get("target", ""), bool(given.get("optimize")))
 
 
-async def _form(request: Request) -> Mapping[str, Any]:
+def _typed(given: Mapping[str, str]) -> dict[str, str]:
+    """Fields as they were typed: browsers send each line break of a form as CR LF."""
+    return {name: line_feeds(text) for name, text in given.items()}
+
+
+async def _form(request: Request) -> Mapping[str, str]:
     """The fields of a form. Raises UserError for one that is too large, or no form."""
     body = b""
     async for chunk in request.stream():
@@ -422,6 +428,7 @@ async def _form(request: Request) -> Mapping[str, Any]:
         if len(body) > FORM_BYTES:
             raise UserError(f"a form may have {FORM_BYTES:,} bytes")
     try:
-        return dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=10))
+        fields = parse_qsl(body.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=10)
     except (UnicodeDecodeError, ValueError) as error:
         raise UserError("this is not a form in UTF-8") from error
+    return _typed(dict(fields))

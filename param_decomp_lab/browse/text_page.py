@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import Pages, checked_number, clean, shown_tokens, unit
+from param_decomp_lab.browse.pages import Pages, checked_number, clean, shown_tokens, typed, unit
 from param_decomp_lab.browse.text_worker import LONGEST, ComponentAnswer, ComponentQuestion, TextAnswer, TextWorker
 from param_decomp_lab.ui.cards import context
 
@@ -73,7 +73,7 @@ class TextPages:
         return self._pages.render(
             "text.html",
             opened=opened,
-            text=clean(text[:LONGEST]),
+            text=typed(text[:LONGEST]),
             unit=unit(opened),
             longest=LONGEST,
             order=order,
@@ -94,7 +94,7 @@ class TextPages:
             else:
                 values |= _strongest(opened, answer, float(opened.harvest.component(site, number)["activation_max"]))
         return self._pages.render(
-            "component_text.html", opened=opened, text=clean(text[:LONGEST]), unit=unit(opened), longest=LONGEST,
+            "component_text.html", opened=opened, text=typed(text[:LONGEST]), unit=unit(opened), longest=LONGEST,
             site=site, n=number, id=f"{site}:{number}", label=opened.labels.of_site(site).get(number, ""), **values,
         )  # fmt: skip
 

@@ -23,9 +23,9 @@ def browse(
     which others, and what the network predicts there. A text box shows what fires in a text of yours. Two runs of the
     same target can be put side by side, with their components matched.
 
-    Your labels are kept beside the harvests; nothing else is written. Only this machine can see the pages, unless
-    --host says otherwise. For a run on a remote machine: ssh -L 8720:localhost:8720 MACHINE, and open
-    http://localhost:8720 here.
+    Your labels are kept beside the harvests, and graphs that you keep with the run's; nothing else is written there.
+    Only this machine can see the pages, unless --host says otherwise. For a run on a remote machine:
+    ssh -L 8720:localhost:8720 MACHINE, and open http://localhost:8720 here.
 
     Examples:
 

@@ -89,5 +89,11 @@ def claim(
     console = PlainConsole()
     for line in found.markdown():
         console.print(line, highlight=False, soft_wrap=True)
-    for place in found.exceptions if exceptions else ():
-        console.print(f"{place.before:.3f} → {place.after:.3f}  {place.text}", highlight=False, soft_wrap=True)
+    if not exceptions:
+        return
+    moves = "rise" if request.scales[0] > 1 else "fall"
+    n, places = len(found.exceptions), found.lines[0].here.places
+    console.print(f"\n{n:,} of {places:,} places at which it does not {moves}{':' if n else ''}", highlight=False)
+    for place in found.exceptions:
+        where = f"row {place.row}, token {place.position}"
+        console.print(f"{where}: {place.before:.3f} → {place.after:.3f}  {place.text}", highlight=False, soft_wrap=True)

@@ -29,6 +29,15 @@ class TokenText:
         """Returns the token ids of a text, without special tokens."""
         return [int(i) for i in self.tokenizer.encode([text])[0]]
 
+    def one_token(self, text: str) -> list[int]:
+        """Returns the token that is exactly this text, alone in a list; without one, the ids of the text. Some
+        tokenizers put a space in front of every text, so the ids of ``ed`` may be the token `` ed``.
+        """
+        ids = self.ids(text)
+        if len(ids) == 1 and self.decode(ids) == text:
+            return ids
+        return next(([token] for token, piece in self._pieces.items() if piece == text), ids)
+
     def prompt(self, text: str) -> list[int]:
         """Returns the token ids of a text as the model should read it: with `bos` first, unless the text already begins
         with it.
@@ -55,24 +64,25 @@ class TokenText:
         """At which positions the text of a row, up to and with the token there, ends with ``text``: whatever tokens
         that is made of, and also where it begins within one. The beginning of a row is the beginning of its text."""
         end = text.encode()
+        if not end:
+            return np.ones(rows.shape, bool)
         pieces = {token: whole_bytes(self._pieces, [token]) for token in np.unique(rows).tolist()}
+        longest = max(map(len, pieces.values()), default=0)
         found: dict[int, Bool[np.ndarray, "B T"]] = {}
-
-        def with_first(n: int) -> Bool[np.ndarray, "B T"]:
-            """Where the text ends with the first ``n`` bytes, n > 0."""
-            if n not in found:
-                part = end[:n]
-                here = np.isin(rows, [token for token, piece in pieces.items() if piece.endswith(part)])
-                lasts: dict[int, list[int]] = {}
-                for token, piece in pieces.items():
-                    if len(piece) < n and part.endswith(piece):
-                        lasts.setdefault(len(piece), []).append(token)
-                for length, tokens in lasts.items():
-                    here[:, 1:] |= np.isin(rows[:, 1:], tokens) & with_first(n - length)[:, :-1]
-                found[n] = here
-            return found[n]
-
-        return with_first(len(end)) if end else np.ones(rows.shape, bool)
+        if len(end) > longest * rows.shape[1]:
+            return np.zeros(rows.shape, bool)
+        for n in range(1, len(end) + 1):  # where the text ends with the first n bytes
+            part = end[:n]
+            here = np.isin(rows, [token for token, piece in pieces.items() if piece.endswith(part)])
+            lasts: dict[int, list[int]] = {}
+            for token, piece in pieces.items():
+                if 0 < len(piece) < n and part.endswith(piece):
+                    lasts.setdefault(len(piece), []).append(token)
+            for length, tokens in lasts.items():
+                here[:, 1:] |= np.isin(rows[:, 1:], tokens) & found[n - length][:, :-1]
+            found[n] = here
+            found.pop(n - longest, None)  # no token reaches further back
+        return found[len(end)]
 
     @cached_property
     def _names(self) -> Mapping[int, str]:

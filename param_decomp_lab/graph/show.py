@@ -71,8 +71,10 @@ def show_graph(console: Console, graph: Graph) -> None:
         ("component", "wrap"), ("token", "wrap"), ("influence", "right"), ("λ", "right"), ("a", "right"),
         ("most to", "wrap"),
     )  # fmt: skip
-    # An id in one piece can be copied; a long one takes more lines.
-    table.columns[0].no_wrap = all(len(node.id) <= WIDEST for node in graph.components[:SHOWN])
+    # An id in one piece can be copied. A long one takes more lines, as does every one on a narrow terminal, which would
+    # cut it.
+    short_ids = all(len(node.id) <= WIDEST for node in graph.components[:SHOWN])
+    table.columns[0].no_wrap = short_ids and console.width >= 80
     short = short_sites(sorted({node.site for node in graph.components}))
     led_to: set[str] = set()
     for node in graph.components[:SHOWN]:

@@ -16,6 +16,7 @@ from param_decomp_lab.opening.run import Run
 from param_decomp_lab.opening.selection import selected
 from param_decomp_lab.runs.opened import ROWS_AT_ONCE
 from param_decomp_lab.runs.prompt import read_output
+from param_decomp_lab.safe_io.json_text import has_surrogates
 from param_decomp_lab.safe_io.printable import shortened
 from param_decomp_lab.ui.progress import Report
 from param_decomp_lab.ui.tables import markdown_table
@@ -103,7 +104,7 @@ class Claim:
     exceptions: tuple[Counterexample, ...]
 
     def as_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, ensure_ascii=False)
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
 
     def markdown(self) -> Iterator[str]:
         """The lines of a table."""
@@ -128,8 +129,8 @@ def measure_claim(run: Run, request: ClaimRequest, report: Report | None = None)
     """Tests a claim on the run's held-out rows.
 
     Components are multiplied at every position, all else (Δ too) as it is; the target itself is what they are compared
-    with. A control is as many other components of the same sites, drawn without replacement in proportion to how often
-    they fire at the places after the texts: all that fire there, where these are fewer.
+    with. A control is as many components of the same sites that the claim does not name, drawn without replacement in
+    proportion to how often they fire at the places after the texts: all that fire there, where these are fewer.
 
     Raises UserError, before anything is computed, for a toy, for what is unknown or not one token, and where a text
     does not occur.
@@ -154,7 +155,7 @@ def measure_claim(run: Run, request: ClaimRequest, report: Report | None = None)
     if request.controls:
         firings = firings_at(run, rows[firing_rows], here[firing_rows], list(sites), told("what fires after the text"))
     rng = np.random.default_rng(request.seed)
-    drawn = {names: _draw(_masks(run, names), firings, request.controls, rng) for names in sets}
+    drawn = {names: draw_others(_masks(run, names), sites, firings, request.controls, rng) for names in sets}
     lines, exceptions = [], []
     for names, scale in product(sets, request.scales):
         after = log_p(_scaled(_masks(run, names), scale), told(f"{_listed(names)} times {scale:g}"))
@@ -186,6 +187,8 @@ def _check(run: Run, request: ClaimRequest) -> tuple[int, list[str]]:
         raise UserError("--after: give the text in front of the token")
     if not request.token:
         raise UserError("--token: give the token that the claim is about")
+    if any(map(has_surrogates, (request.token, *request.after))):
+        raise UserError("--after and --token should be text in UTF-8")
     for scale in request.scales:
         if not isfinite(scale) or scale == 1:
             raise UserError(f"--scale {scale:g}: should be a finite number other than 1, which changes nothing")
@@ -230,11 +233,13 @@ def _log_probabilities(
     masks: Mapping[str, Float[np.ndarray, " C"]],
     tell: Callable[[], None],
 ) -> Float[np.ndarray, "rows T"]:
-    """Of the token after every position, with these masks and Δ; without masks, of the target as it is."""
+    """Log-probabilities of the token after every position, with these masks and Δ; without masks, the target's own."""
     found = []
     for batch, n in _batches(rows):
         logits = run.logits(batch, masks or None, delta=1.0 if masks else 0.0)
         found.append(np.asarray(_log_probability(logits, token))[:n])
+        if not np.isfinite(found[-1]).all():
+            raise UserError("the model gives no finite probabilities with these components; a smaller --scale may")
         tell()
     return np.concatenate(found)
 
@@ -268,18 +273,20 @@ def firings_at(
     return counts
 
 
-def _draw(
+def draw_others(
     named: Mapping[str, Bool[np.ndarray, " C"]],
+    claimed: Mapping[str, Bool[np.ndarray, " C"]],
     firings: Mapping[str, Int[np.ndarray, " C"]],
     draws: int,
     rng: np.random.Generator,
 ) -> tuple[tuple[str, ...], ...]:
-    """Other components for each draw; no draws where no other of the sites fires at the places."""
+    """As many components as ``named`` for each draw, none of them ``claimed``; no draws where no other of the sites
+    fires at the places."""
     found = []
     for _ in range(draws):
         others: list[str] = []
         for site, mask in named.items():
-            weight = np.where(mask, 0, firings[site])
+            weight = np.where(claimed[site], 0, firings[site])
             n = min(int(mask.sum()), int(np.count_nonzero(weight)))
             if n:
                 numbers = rng.choice(len(weight), n, replace=False, p=weight / weight.sum())

@@ -86,7 +86,7 @@ def selected(
 
 def _parts(text: str) -> tuple[str, int, int | None]:
     """Site, number, and position of ``SITE:NUMBER`` or ``SITE:NUMBER@POSITION``."""
-    parts = re.fullmatch(r"(.+):(\d+)(?:@(-?\d+))?", text.strip())
+    parts = re.fullmatch(r"(.+):(\d{1,12})(?:@(-?\d{1,12}))?", text.strip(), re.ASCII)
     if parts is None:
         raise UserError(f"'{text[:80]}' should be SITE:NUMBER or SITE:NUMBER@POSITION")
     return parts[1], int(parts[2]), None if parts[3] is None else int(parts[3])

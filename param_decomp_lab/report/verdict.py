@@ -12,6 +12,9 @@ from param_decomp_lab.tracking.collapse import CI_GRADIENTS, LIMIT, growths
 from param_decomp_lab.ui.charts import Series
 from param_decomp_lab.ui.numbers import number, percent
 
+BESIDE_BASELINES = "compare it with the baselines’"
+"""The rule of the card that comes from a comparison with baselines, for pages that lead to it."""
+
 
 @dataclass(frozen=True)
 class HeadlineCard:
@@ -35,10 +38,12 @@ def verdict(
     config: Mapping[str, Any],
     l0: L0 | None,
     position_attack: PositionAttack | None = None,
+    step: int | None = None,
 ) -> list[HeadlineCard]:
     """Cards for whatever was logged: the KLs relative to zero-masked, the attack, L0; on toys the identity error.
 
     ``position_attack``: from the run's comparison with baselines, where it has one; shown beside the evaluation's.
+    ``step``: how far the run is (None: unknown); the card of a comparison made at another step says so.
     """
     zero = kl(series, "zero_masked")
     cards: list[HeadlineCard] = []
@@ -58,9 +63,9 @@ def verdict(
         label, n_steps = attack_name(config, name), attack_steps(config, name)
         share = relative(values.last, zero.last if zero else None)
         card = _card(f"A{label[1:]}", values.last, share, 0.25, "≤ 1/4 of zero-masked")
-        cards.append(replace(card, detail=_listed(f"{n_steps} steps" if n_steps else "", card.detail)))
+        cards.append(replace(card, detail=_listed(_steps(n_steps) if n_steps else "", card.detail)))
     if position_attack is not None:
-        cards.append(_position_card(position_attack, zero))
+        cards.append(_position_card(position_attack, zero, step))
     if l0 and l0.mean is not None and l0.mean_C:
         share = l0.mean / l0.mean_C
         value = f"{_mean_l0(l0.mean)} of {number(l0.mean_C)}"
@@ -111,14 +116,17 @@ def sentence(series: Mapping[str, Series], l0: L0 | None) -> str:
     )
 
 
-def _position_card(found: PositionAttack, zero: Series | None) -> HeadlineCard:
+def _position_card(found: PositionAttack, zero: Series | None, step: int | None) -> HeadlineCard:
     """The comparison has rows of its own, so that its share of zero-masked is about right."""
     share = relative(found.error, zero.last if zero else None)
     of_zero = f"{percent(share)} of zero-masked" if share is not None else ""
-    earlier = f"at step {found.step:,}" if zero and found.step < zero.steps[-1] else ""
-    detail = _listed(f"{found.n_steps} steps", of_zero, earlier)
-    rule = "compare it with the baselines’"
-    return HeadlineCard(f"Attack, {PER_POSITION}", number(found.error), detail, rule, share)
+    other = f"at step {found.step:,}" if found.step != step else ""
+    detail = _listed(_steps(found.n_steps), of_zero, other)
+    return HeadlineCard(f"Attack, {PER_POSITION}", number(found.error), detail, BESIDE_BASELINES, share)
+
+
+def _steps(n: int) -> str:
+    return f"{n} step{'s' if n != 1 else ''}"
 
 
 def _listed(*parts: str) -> str:

@@ -112,7 +112,7 @@ def render_report(run_folder: Path, component_address: Callable[[str, int], str]
         n_steps=n_steps if isinstance(n_steps, int) else None,
         duration=duration(seconds) if seconds and isfinite(seconds) else None,
         sentence=sentence(series, l0),
-        cards=verdict(series, config, l0, find_position_attack(run_folder)),
+        cards=verdict(series, config, l0, find_position_attack(run_folder), last_step),
         terms=terms,
         loss_charts=loss_charts,
         folded_charts=_folded_charts(series, x_max),

@@ -83,8 +83,17 @@ def attack_name(config: Mapping[str, Any], name: str) -> str:
 
 
 def _attack(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    entries = (entry for entry in _list(config, "eval", "metrics") if "n_steps" in entry)
-    return next((entry for entry in entries if name in (entry.get("name"), entry.get("type"))), {})
+    """Counts entries without a name as `config.checks.term_names` does, since several may have one class."""
+    unnamed: dict[str, int] = {}
+    for entry in _list(config, "eval", "metrics"):
+        logged = entry.get("name")
+        if logged is None:
+            kind = str(entry.get("type"))
+            count = unnamed[kind] = unnamed.get(kind, 0) + 1
+            logged = kind if count == 1 else f"{kind}_{count}"
+        if logged == name and "n_steps" in entry:
+            return entry
+    return {}
 
 
 def least_p(config: Mapping[str, Any]) -> float:

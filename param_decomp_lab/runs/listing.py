@@ -52,7 +52,7 @@ class RunStatus:
     ``seconds``: per step. ``seen``: when it last wrote something, in seconds since 1970. ``why``: reason if it
     failed or is broken, or where it was imported from. ``attack``: what `main`'s attack is called, with
     its scope. ``position_attack``: the error under one with a mask for each position, from the newest comparison with
-    baselines. ``last``: the newest value of every metric."""
+    baselines, made at step ``position_attack_step``. ``last``: the newest value of every metric."""
 
     folder: str
     id: str
@@ -68,6 +68,7 @@ class RunStatus:
     main: dict[str, float] = field(default_factory=dict)
     attack: str = "attack"
     position_attack: float | None = None
+    position_attack_step: int | None = None
     last: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -77,7 +78,9 @@ class RunStatus:
         for name, value in self.main.items():
             found[self.attack if name == "attack" else name] = value
             if name == "attack" and self.position_attack is not None:
-                found[f"attack, {PER_POSITION}, beside baselines"] = self.position_attack
+                step = self.position_attack_step
+                other = f" at step {step:,}" if step is not None and step != self.step else ""
+                found[f"attack, {PER_POSITION}, beside baselines{other}"] = self.position_attack
         return found
 
 
@@ -169,6 +172,7 @@ def _read(folder: Path) -> RunStatus:
         main=_main(last, config),
         attack=next((attack_name(config, name) for name in attacks(series_by_key([{"step": 0, **last}]))), "attack"),
         position_attack=None if of_positions is None else of_positions.error,
+        position_attack_step=None if of_positions is None else of_positions.step,
         last=last,
     )
 

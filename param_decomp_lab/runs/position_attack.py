@@ -50,4 +50,5 @@ def find_position_attack(run_folder: Path) -> PositionAttack | None:
         n_steps, error = int(raw["lengths"][-1]), float(own["attacked"][-1])
     except (UserError, OSError, KeyError, IndexError, TypeError, ValueError, StopIteration, OverflowError):
         return None
-    return PositionAttack(step, n_steps, error) if isfinite(error) else None
+    # Where there is no error at all, rounding can leave a KL a little below 0.
+    return PositionAttack(step, n_steps, max(error, 0.0)) if isfinite(error) else None

@@ -48,7 +48,7 @@ def read_output(run: Any, text: str, called: str = "target") -> int:
         return int(text)
     if run.text is None:
         raise UserError("no tokenizer beside the run's data or target: give tokens by number")
-    tokens = run.text.ids(text)
+    tokens = run.text.one_token(text)
     if len(tokens) != 1:
         pieces = ", ".join(f"'{piece}'" for piece in run.text.tokens(tokens[:8]))
         raise UserError(

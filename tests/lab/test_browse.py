@@ -21,12 +21,12 @@ from httpx import Response
 from starlette.testclient import TestClient
 
 from param_decomp_lab import load_run
-from param_decomp_lab.browse.catalog import Catalog
+from param_decomp_lab.browse.catalog import Catalog, Opened
 from param_decomp_lab.browse.component_list import Query, find_components
 from param_decomp_lab.browse.listen import _bind, listen
 from param_decomp_lab.browse.pages import by_sign, by_third
 from param_decomp_lab.browse.server import make_app
-from param_decomp_lab.browse.text_worker import TextAnswer
+from param_decomp_lab.browse.text_worker import TextAnswer, TextWorker
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Example, Harvest, find_harvests
 from param_decomp_lab.opening import Run
@@ -295,6 +295,9 @@ def test_all_components_in_order(shown: TestClient, harvested: Path) -> None:
             assert sorted(found) == sorted(every)
             values = np.asarray([getattr(summaries[site], name)[n] for site, n in found]) * sign
             assert np.all(np.diff(values) >= -1e-6 * np.abs(values[1:]))
+            numbers = np.asarray([every.index(one) for one in found])
+            equal = np.diff(values.astype(np.float32)) == 0
+            assert np.all(np.diff(numbers)[equal] > 0)  # equal ones by number, both ways
     assert all_listed(shown, address, sort="number", order="up") == every
     assert all_listed(shown, address, sort="number") == every[::-1]
     middle = float(np.median(np.concatenate([x.density for x in summaries.values()])))
@@ -334,9 +337,11 @@ def test_all_components_by_token(shown: TestClient, harvested: Path) -> None:
             own = find_components(opened, site, Query(sort, False, "e")).tolist()
             assert [n for name, n in found if name == site] == own
     rows = harvest.find(token="e", most=1000).to_pylist()
-    best = [(row["site"], row["component"]) for row in rows]
-    assert set(best) == set(all_listed(shown, address, search="e"))
-    assert best[:5] == all_listed(shown, address, search="e")[:5]
+    match = {(row["site"], row["component"]): row["match"] for row in rows}
+    listed_by_match = all_listed(shown, address, search="e")
+    assert set(match) == set(listed_by_match)
+    # Components with equal matches may be in either order.
+    assert [match[one] for one in listed_by_match] == pytest.approx(sorted(match.values(), reverse=True))
     assert "No component fits" in shown.get(address, params={"search": "☃"}).text
     toy = shown.get(f"{base(harvested, TOY)}/components", params={"search": "1"})
     assert "Features searched for" in toy.text
@@ -383,7 +388,7 @@ def test_what_to_do_with_a_component(shown: TestClient, harvested: Path) -> None
         address = f"{here}/intervene?select={quote(SITE)}%3A3&{how}"
         assert address in links(page)
         form = shown.get(address).text
-        assert f">{SITE}:3</textarea>" in form
+        assert f">\n{SITE}:3</textarea>" in form
         assert f'<option value="{how[4:].partition("&")[0]}" selected>' in form
     copies = [unescape(text) for text in re.findall(r'data-copy="([^"]*)"', page.text)]
     assert copies[0] == f"{SITE}:3"
@@ -409,7 +414,7 @@ def test_what_if_begins_with_an_example(shown: TestClient, harvested: Path) -> N
         assert address in links(shown.get(f"{here}/sites/{site}/{c}"))
         page = shown.get(address)
         assert "http-equiv" not in page.text  # nothing is run yet
-        text = re.search(r'<textarea name="prompt"[^>]*>(.*?)</textarea>', page.text, re.DOTALL)
+        text = re.search(r'<textarea name="prompt"[^>]*>\n(.*?)</textarea>', page.text, re.DOTALL)
         assert text is not None
         assert unescape(text[1]) == expected
         assert expected.strip()
@@ -419,12 +424,43 @@ def test_what_if_begins_with_an_example(shown: TestClient, harvested: Path) -> N
         assert page.text.count('<label class="factor">') == 1  # which the style sheet shows beside "multiplied by"
     for nothing in ("", "select=x:1", f"select={site}:999", "select=group:1", f"select={site}:{'9' * 30}", "prompt="):
         page = shown.get(f"{here}/intervene?{nothing}").text
-        assert 'data-key="/"></textarea>' in page
+        assert 'data-key="/">\n</textarea>' in page
         assert "first example" not in page
         assert "←" not in page
     several = shown.get(f"{here}/intervene", params={"select": f"{site}:0 {site}:1@-1 {site}:0"}).text
     assert re.findall(r"/sites/[^/]*/(\d+)", several) == ["0", "1"]
     assert "first example" not in several
+
+
+def test_a_text_of_several_lines_stays_the_same(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Browsers send its line breaks as CR LF; of a text area's content, they leave out the first line break."""
+    asked: list[Any] = []
+
+    def ask(worker: TextWorker, question: Any) -> TextAnswer:
+        asked.append(question)
+        return TextAnswer(wrong="not run")
+
+    monkeypatch.setattr(TextWorker, "_question", ask)
+    monkeypatch.setattr(Opened, "sites_with_heads", frozenset({SITE}))
+    text, sent, here = "\na\n\tb", "\r\na\r\n\tb", base(mine)
+    forms: list[tuple[str, str, dict[str, str]]] = [
+        ("text", "text", {}), ("text", "text", {"of": f"{SITE}:0"}), ("graph", "prompt", {}),
+        ("heads", "text", {"site": SITE, "component": "0"}), ("intervene", "prompt", {"select": f"{SITE}:0"}),
+    ]  # fmt: skip
+    with client(mine) as browser:
+        for path, name, more in forms:
+            page = browser.get(f"{here}/{path}", params={name: sent, **more}).text
+            question = asked.pop()
+            assert (question if isinstance(question, str) else getattr(question, name)) == text
+            box = re.search(rf'<textarea name="{name}"[^>]*>\n(.*?)</textarea>', page, re.DOTALL)
+            assert box is not None
+            assert unescape(box[1]) == text
+        browser.post(f"{here}/graph", data={"prompt": f"{sent}c"})
+        assert asked.pop().prompt == f"{text}c"
+        browser.post(f"{here}/sites/{SITE}/3/label", data={"text": "a\r\n\tb"})
+        page = browser.get(f"{here}/sites/{SITE}/3").text
+        assert ">\na\n\tb</textarea>" in page
+        assert "\\r" not in page
 
 
 def test_the_factor_shows_where_it_matters(shown: TestClient, harvested: Path) -> None:
@@ -438,6 +474,14 @@ def answered_here(harvested: Path, monkeypatch: pytest.MonkeyPatch, run_name: st
     run = load_run(harvested / run_name, devices=1)
     answer_here(run, monkeypatch)
     return run
+
+
+def test_a_group_with_a_number_that_is_too_long(harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What selects says what is wrong with it."""
+    monkeypatch.setattr(TextWorker, "_question", lambda worker, question: TextAnswer(wrong=question.selection[0][:40]))
+    with client(harvested) as browser:
+        page = browser.get(f"{base(harvested)}/intervene", params={"prompt": "then", "select": f"group:{'9' * 5000}"})
+    assert f'<p class="message">group:{"9" * 34}</p>' in page.text
 
 
 def test_nearest_components(harvested: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,13 @@ from param_decomp_lab.baselines.parts import BASELINES
 from param_decomp_lab.baselines.replacements import ACTIVE, Replacement, ReplacementPoint
 from param_decomp_lab.browse import baselines_page
 from param_decomp_lab.browse.baselines_page import DEPTH, plot
+from param_decomp_lab.browse.catalog import Catalog
+from param_decomp_lab.browse.chosen import Chosen
+from param_decomp_lab.browse.pages import Pages
 from param_decomp_lab.errors import UserError
+from param_decomp_lab.runs.folder import EVALUATIONS
 from param_decomp_lab.runs.position_attack import PositionAttack, comparison_file, find_position_attack
-from tests.lab.test_browse import LLAMA, MARKUP, base, client
+from tests.lab.test_browse import LLAMA, MARKUP, base, client, only_harvest
 from tests.lab.tiny_run import STEPS
 
 OF_RUN = (
@@ -103,6 +107,67 @@ def test_what_was_measured(mine: Path) -> None:
     style = (Path(baselines_page.__file__).parent / "browse.css").read_text()
     assert re.search(r"\.curves \.own circle \{ fill: none; stroke: currentColor", style)
     assert page.count("<circle") == len(OF_RUN) - 1 + len(OF_BASELINES) + len(SAE.points)
+
+
+def test_a_comparison_of_another_step(mine: Path) -> None:
+    """The card, the list of runs and the report say of which step it is, if the run is at another one."""
+    file = comparison_file(mine / LLAMA, STEPS - 1)
+    file.parent.mkdir(exist_ok=True)
+    keep(file, Kept(comparison(step=STEPS - 1), "rows"))
+    with client(mine) as browser:
+        first, runs, report = (text_of(browser.get(page).text) for page in (base(mine), "/", f"{base(mine)}/report"))
+        assert f", at step {STEPS - 1} compare it with" in first
+        assert f"beside baselines at step {STEPS - 1} 0.750" in runs
+        assert f", at step {STEPS - 1} compare it with" in report
+        keep(comparison_file(mine / LLAMA, STEPS), Kept(comparison(), "rows"))
+        first, report = (text_of(browser.get(page).text) for page in (base(mine), f"{base(mine)}/report"))
+        assert re.search(r"10 steps(, [\d.]+\s*% of zero-masked)? compare it with", first)
+        assert ", at step" not in report
+
+
+def test_an_attack_of_one_step_that_finds_nothing(mine: Path) -> None:
+    """A KL that rounding left below 0 is 0."""
+    file = comparison_file(mine / LLAMA, STEPS)
+    file.parent.mkdir(exist_ok=True)
+    own = replace(OF_RUN[0], attacked=(-1e-9,))
+    others = (replace(p, attacked=p.attacked[:1]) for p in (*OF_RUN[1:], *OF_BASELINES))
+    keep(file, Kept(comparison(lengths=(1,), points=(own, *others)), "rows"))
+    with client(mine) as browser:
+        first, runs = (text_of(browser.get(page).text) for page in (base(mine), "/"))
+    assert re.search(r"Attack, a mask for each position 0 1 step\b", first)
+    assert re.search(r"beside baselines 0(?![.\d])", runs)
+
+
+def test_a_copy_leads_to_no_baselines(mine: Path) -> None:
+    """It has no page of them; the card stays."""
+    file = comparison_file(mine / LLAMA, STEPS)
+    file.parent.mkdir(exist_ok=True)
+    keep(file, Kept(comparison(), "rows"))
+    catalog = Catalog([mine])
+    opened = catalog.harvest(LLAMA, only_harvest(mine).name)
+    copy, whole = (Pages(catalog, "/static", only).harvest(opened, 1) for only in (Chosen({}, frozenset()), None))
+    assert "compare it with the baselines’" in text_of(whole)
+    for page in (copy, whole):
+        assert "Attack, a mask for each position 0.750" in text_of(page)
+        assert "≤ 1/10 of zero-masked" in text_of(page)
+    assert "baselines" not in copy.lower()
+    assert '<p class="rule"></p>' not in copy
+
+
+def test_the_list_of_runs_follows_comparisons(mine: Path) -> None:
+    """The first one, one of a later step, and one made again, while the browser runs."""
+    with client(mine) as browser:
+
+        def attack() -> str:
+            found = re.search(r"beside baselines(?: at step \d+)? ([\d.]+)", text_of(browser.get("/").text))
+            return found[1] if found else ""
+
+        assert attack() == ""
+        (mine / LLAMA / EVALUATIONS).mkdir(exist_ok=True)
+        for step, error in ((STEPS - 1, 0.75), (STEPS, 0.25), (STEPS, 0.5)):
+            own = replace(OF_RUN[0], attacked=(0.125, error))
+            keep(comparison_file(mine / LLAMA, step), Kept(comparison(step=step, points=(own, *OF_RUN[1:])), "rows"))
+            assert attack() == f"{error:.3f}"
 
 
 def test_ratios_over_the_best_baseline() -> None:

@@ -250,14 +250,13 @@ def test_the_strongest_edges_are_drawn_at_first(shown: TestClient, mine: Path, r
     here = f"{base(mine)}/graphs/strongest"
     scores = sorted((graph.nodes[e.target].influence * e.share for e in graph.edges), reverse=True)
     assert len(scores) > 100
-    for address, n in (("", 40), ("?edges=7", 7), ("?edges=80", 80), ("?edges=0", 0), ("?edges=99999", len(scores))):
+    for address, n in (("", 40), ("?edges=7", 7), ("?edges=80", 80), ("?edges=0", 1), ("?edges=99999", len(scores))):
         page = shown.get(here + address).text
         assert len(drawn_in(page)) == n
-        if n:
-            assert f"The <b>{n}</b> strongest of {len(scores):,} edges" in page
-            part = re.search(r"with <b>([\d.]+)", page)
-            assert part is not None
-            assert float(part[1]) == pytest.approx(100 * sum(scores[:n]) / sum(scores), abs=0.06)
+        assert f"The <b>{n}</b> strongest of {len(scores):,} edges" in page
+        part = re.search(r"with <b>([\d.]+)", page)
+        assert part is not None
+        assert float(part[1]) == pytest.approx(100 * sum(scores[:n]) / sum(scores), abs=0.06)
     first = shown.get(f"{here}?edges=1").text
     best = max(graph.edges, key=lambda e: graph.nodes[e.target].influence * e.share)
     ids = [str(node[3]) for node in data_of(first)["nodes"]]
@@ -269,6 +268,7 @@ def test_the_strongest_edges_are_drawn_at_first(shown: TestClient, mine: Path, r
     (x1, y1), (x2, y2) = ([f"{float(x):g}" for x in end.groups()] for end in ends if end is not None)
     assert re.search(rf'd="M{x1} {y1}Q\S+ \S+ {x2} {y2}"', line)
     assert 'href="?edges=80#edges=80">more' in shown.get(here).text
+    assert 'href="?edges=2#edges=2">more' in shown.get(f"{here}?edges=0").text
     assert shown.get(f"{here}?edges=many").status_code == 404
 
 
@@ -318,7 +318,7 @@ def test_nodes_are_named_and_listed(shown: TestClient, mine: Path, run: Run) -> 
     of_down = [e for e in listed(shown.get(f"{base(mine)}/graphs/down").text) if "layers.1.mlp.down_proj 3 ·" in e]
     [entry] = (e for e in of_down if "<details" in e)
     codes = "".join(f" <code>{escape(name)}</code>" for name in run.harvest.names(raised))
-    here = f"; here (<span>a {'&lt;' if negative else '&gt;'} 0</span>) raises"
+    here = f"here (<span>a {'&lt;' if negative else '&gt;'} 0</span>) raises"
     assert f"{here}<span>{codes}</span>; lowers<span> <code>" in entry
 
 
@@ -337,6 +337,14 @@ def test_what_is_said_of_residual_errors_and_scores(shown: TestClient, mine: Pat
     assert "Circuit-tracer calls it an error node" in said
     assert re.search(r'<h3>comes from</h3>\s*<p class="note">nothing</p>', said)
     assert "made again, it lists the parts" in said
+
+
+def test_run_without_these_sends_the_prompt_as_it_is(shown: TestClient, mine: Path) -> None:
+    graph = hand_graph(harvest_step(mine, LLAMA))
+    for name, prompt, sent in (("lines", "a\n\tb\r\n", "a\n\tb\n"), ("long", "x" * 6000, "x" * 5001)):  # refused
+        replace(graph, prompt=prompt).save(mine / LLAMA / "graphs" / f"{name}.json")
+        page = shown.get(f"{base(mine)}/graphs/{name}").text
+        assert f'<input type="hidden" name="prompt" value="{sent}">' in page
 
 
 def test_signs_are_those_of_the_activation_here(shown: TestClient, mine: Path) -> None:
@@ -428,10 +436,15 @@ def test_parts_of_a_residual_error(shown: TestClient, mine: Path, monkeypatch: p
     assert "<h3>made of</h3>" in chosen
     assert "comes from" not in chosen
     assert "made again" not in page
+    assert " data-parts>" not in page
     monkeypatch.setattr("param_decomp_lab.browse.graph_pages.BEHIND", 0)
-    assert "<th>part</th>" not in shown.get(here).text
+    page = shown.get(here).text
+    assert "<th>part</th>" not in page
+    [entry] = [entry for entry in listed(page) if " data-parts>" in entry]  # the script links to them
+    assert f"{DOWN} · " in entry
     chosen = shown.get(here, params={"node": name}).text
     assert chosen.count("<th>part</th>") == 2
+    assert " data-parts>" not in chosen
     assert rows(chosen) == found
 
 

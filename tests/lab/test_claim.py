@@ -13,7 +13,15 @@ from param_decomp_lab import load_run
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
-from param_decomp_lab.opening.claim import Change, Claim, ClaimRequest, bootstrap, firings_at, measure_claim
+from param_decomp_lab.opening.claim import (
+    Change,
+    Claim,
+    ClaimRequest,
+    bootstrap,
+    draw_others,
+    firings_at,
+    measure_claim,
+)
 from tests.lab.tiny_run import pd_here
 
 DOWN, UP = "layers.0.mlp.down_proj", "layers.1.mlp.up_proj"
@@ -129,14 +137,22 @@ def test_controls_fire_at_the_places(run: Run) -> None:
     drawn = [int(name.split(":")[1]) for names in line.controls for name in names]
     assert len(drawn) == 40
     assert set(drawn) <= set(others[1:])
-    expected = np.array([firings[c] for c in others[1:]]) / firings[others[1:]].sum()
-    shares = np.array([drawn.count(c) for c in others[1:]]) / 40
-    assert np.abs(shares - expected).max() < 4 * 0.5 / 40**0.5
     two = tuple(f"{DOWN}:{c}" for c in others[:2])
     lines = measure_claim(run, replace(REQUEST, components=two, scales=(0,), controls=6)).lines
-    for names in lines[-1].controls:
-        assert len({*names}) == len(names) == min(2, len(others) - 2)
-        assert not {*names} & {*two}
+    for line in lines:
+        for names in line.controls:
+            assert len({*names}) == len(names) == min(len(line.components), len(others) - 2)
+            assert not {*names} & {*two}
+
+
+def test_those_that_fire_more_often_are_drawn_more_often() -> None:
+    firings, rng = {"s": np.array([0, 1, 9, 90, 500, 700])}, np.random.default_rng(0)
+    named, claimed = ({"s": np.isin(np.arange(6), numbers)} for numbers in ([4], [4, 5]))
+    drawn = [int(name.split(":")[1]) for [name] in draw_others(named, claimed, firings, 4000, rng)]
+    np.testing.assert_allclose(np.bincount(drawn, minlength=6) / 4000, [0, 0.01, 0.09, 0.9, 0, 0], atol=0.02)
+    every = draw_others({"s": np.isin(np.arange(6), [0, 3, 4, 5])}, claimed, firings, 2, rng)
+    assert every == (("s:1", "s:2", "s:3"),) * 2  # fewer than were named fire
+    assert draw_others(named, {"s": np.ones(6, bool)}, firings, 2, rng) == ()
 
 
 def test_a_group_is_all_its_members(run: Run) -> None:
@@ -172,6 +188,7 @@ def members(run: Run, number: int) -> dict[str, list[int]]:
         ({"token": ""}, "--token: give the token"),
         ({"scales": (0.0, 1.0)}, "--scale 1: should be a finite number other than 1"),
         ({"scales": (float("nan"),)}, "--scale nan"),
+        ({"after": ("\udcff",)}, "should be text in UTF-8"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(
@@ -228,6 +245,9 @@ def test_a_text_ends_with_another_whatever_its_tokens() -> None:
     assert text.ends_with(rows, "ed").any()
     assert text.ends_with(rows, "€").any()
     assert not text.ends_with(rows, "zebra").any()
+    long = np.full((2, 3000), 9)
+    np.testing.assert_array_equal(text.ends_with(long, "d" * 2999)[0].nonzero()[0], [2998, 2999])
+    assert not text.ends_with(long, "d" * 20_000).any()
 
 
 def test_the_command(run: Run, claim: Claim) -> None:
@@ -257,7 +277,9 @@ def test_the_command(run: Run, claim: Claim) -> None:
     assert lines[1].startswith("| as many others × 0 | ")
     assert [line.count("|") for line in lines[:12]] == [8] * 12
     assert lines[10].startswith(f"| {DOWN}:3, {UP}:5 × 2 | ")
-    assert len(lines) == 12 + len(claim.exceptions)
+    n = len(claim.exceptions)
+    assert lines[12:14] == ["", f"{n} of {places} places at which it does not fall{':' if n else ''}"]
+    assert len(lines) == 14 + n
     assert f"{DOWN}:3 times 0 …" in printed.err.splitlines()  # no terminal: a line for each thing that begins
 
     written = pd_here(*words, "--json")

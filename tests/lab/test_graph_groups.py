@@ -75,3 +75,6 @@ def test_selections() -> None:
         chosen("group:6")
     with pytest.raises(UserError, match="selected one by one"):
         selected("group:4", SITES, 2)
+    for entry in (f"group:{'9' * 5000}", f"a:{'9' * 5000}", f"a:0@{'9' * 5000}"):  # more digits than int() takes
+        with pytest.raises(UserError, match="should be SITE:NUMBER"):
+            chosen(entry)

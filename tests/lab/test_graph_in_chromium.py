@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from playwright.sync_api import Browser, Page
 
+from param_decomp_lab.graph import Node
 from tests.lab.chromium import CHROMIUM, NONE_HERE, chromium, follow, watched
 from tests.lab.shared_folders import DOWN, UP, hand_graph, harvest_step, with_parts
 from tests.lab.test_browse import LLAMA, only_harvest
@@ -37,6 +38,11 @@ def graph_page(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     later = tuple(replace(node, position=node.position + 36) for node in graph.nodes)
     longer = replace(graph, nodes=later, tokens=("t",) * 36 + graph.tokens, token_ids=(116,) * 36 + graph.token_ids)
     longer.save(folder / LLAMA / "graphs" / "long.json")
+    rests = tuple(Node("rest", UP, position, -1, 0.0, 0.0, 0.08) for position in range(40))
+    last = Node("rest", UP.replace("up", "down"), 0, -1, 0.0, 0.0, 0.001)
+    [parts] = with_parts(graph).rests
+    many = replace(longer, nodes=(*longer.nodes, *rests, last), rests=(replace(parts, node=f"{DOWN}:rest@39"),))
+    many.save(folder / LLAMA / "graphs" / "many.json")
     with served(folder) as address:
         yield f"{address}/{LLAMA}/{only_harvest(folder).name}/graphs/hand"
 
@@ -59,6 +65,27 @@ def test_the_parts_of_a_residual_error_are_shown_where_it_is_chosen(graph_page: 
     assert page.locator("#node h3").all_inner_texts() == ["made of", "leads to"]
     assert page.locator("#node .columns div").first.locator("tbody tr").count() == 4
     page.locator("#n8 circle").click()  # another, whose parts the file does not have
+    assert page.locator("#node h3").all_inner_texts() == ["comes from", "leads to"]
+    assert not said
+
+
+def test_the_parts_of_a_small_residual_error_are_a_link_away(graph_page: str, browser: Browser) -> None:
+    said: list[str] = []
+    page = watched(browser, said, viewport={"width": 1300, "height": 900})
+    page.goto(graph_page.replace("/hand", "/many"))
+    small = page.locator("#nodes li[data-parts]")
+    assert small.count() == 1
+    hidden = page.locator("#nodes li").nth(2).locator("a").first
+    hidden.click()
+    page.keyboard.press("h")
+    small.locator("a").first.click()
+    assert page.locator("#node h3").all_inner_texts() == ["made of", "leads to"]
+    follow(page.locator("#node .columns a", has_text="list its parts"))
+    assert page.locator("#node h3").all_inner_texts() == ["made of", "leads to"]
+    assert page.locator("#node .columns div").first.locator("tbody tr").count() == 4
+    assert "away" in mark(page, 2)  # what was hidden stays hidden
+    page.locator("#nodes li").last.locator("a").first.click()  # another, whose parts the file does not have
+    assert page.locator("#node h2").inner_text().startswith("residual error")
     assert page.locator("#node h3").all_inner_texts() == ["comes from", "leads to"]
     assert not said
 

@@ -23,7 +23,7 @@ from param_decomp_lab.metrics.figures import (
 from param_decomp_lab.report import summary_table, write_report
 from param_decomp_lab.report.snippets import Snippet, preview_html, snippet_html
 from param_decomp_lab.report.verdict import sentence, verdict
-from param_decomp_lab.runs.configuration import component_counts, loss_terms
+from param_decomp_lab.runs.configuration import attack_name, attack_steps, component_counts, loss_terms
 from param_decomp_lab.runs.evaluation_rows import l0_table
 from param_decomp_lab.runs.position_attack import PositionAttack
 from param_decomp_lab.runs.series import series_by_key, training_seconds
@@ -519,9 +519,11 @@ def test_the_cards_of_attacks_say_what_shares_a_source() -> None:
     """The evaluation's by its configuration, and beside it that of the comparison with baselines."""
     series = {"eval/ce_kl/kl_zero_masked": Series((4,), (0.5,)), "eval/loss/PGDReconLoss": Series((4,), (0.1,))}
 
-    def cards(scope: str, beside: PositionAttack | None = None) -> list[tuple[str, str, str, bool | None]]:
+    def cards(
+        scope: str, beside: PositionAttack | None = None, step: int | None = 4
+    ) -> list[tuple[str, str, str, bool | None]]:
         config = {"eval": {"metrics": [{"type": "PGDReconLoss", "n_steps": 20, "mask_scope": scope}]}}
-        return [(c.label, c.value, c.detail, c.good) for c in verdict(series, config, None, beside)]
+        return [(c.label, c.value, c.detail, c.good) for c in verdict(series, config, None, beside, step)]
 
     [found] = cards("per_row")
     assert found == ("Attack, a mask for each row", "0.100", "20 steps, 20.0\N{NO-BREAK SPACE}% of zero-masked", True)
@@ -532,6 +534,27 @@ def test_the_cards_of_attacks_say_what_shares_a_source() -> None:
         "80 steps, 300\N{NO-BREAK SPACE}% of zero-masked, at step 3",
         None,
     )
+    for at, step, said in ((4, 4, False), (4, 3, True), (4, None, True)):
+        [_, found] = cards("shared_across_batch", PositionAttack(at, 80, 1.5), step)
+        assert (", at step 4" in found[2]) == said
+
+
+def test_attacks_of_one_class_are_told_apart() -> None:
+    """Each takes its scope and steps from the entry that it is logged under, whatever the order."""
+    pgd = {"type": "PGDReconLoss"}
+    metrics = [
+        {**pgd, "name": "long", "n_steps": 40, "mask_scope": "unique_per_datapoint"},
+        {**pgd, "n_steps": 20, "mask_scope": "shared_across_batch"},
+        {**pgd, "name": None, "n_steps": 10, "mask_scope": "per_row"},
+    ]
+    config = {"eval": {"metrics": metrics}}
+    for name, called, steps in (
+        ("PGDReconLoss", "attack, one mask for the batch", 20),
+        ("PGDReconLoss_2", "attack (PGDReconLoss_2), a mask for each row", 10),
+        ("long", "attack (long), a mask for each position", 40),
+        ("PGDReconLoss_3", "attack (PGDReconLoss_3)", None),
+    ):
+        assert (attack_name(config, name), attack_steps(config, name)) == (called, steps)
 
 
 def test_summary_for_the_terminal() -> None:

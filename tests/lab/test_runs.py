@@ -291,6 +291,13 @@ def test_the_attack_has_its_scope(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found.headline == {"loss": 0.5, "attack": 2.0, "attack, a mask for each position, beside baselines": 8.0}
     show_runs([found], as_json=False)
     assert "attack, a mask for each position, beside baselines 8" in " ".join(capsys.readouterr().out.split())
+    (run / "evals" / "baselines_100.json").unlink()
+    (run / "evals" / "baselines_50.json").rename(run / "evals" / "baselines_1050.json")
+    found = read_run(run)
+    assert found.headline["attack, a mask for each position, beside baselines at step 1,050"] == 7.0
+    show_runs([found], as_json=False)
+    assert "beside baselines at step 1,050 7" in " ".join(capsys.readouterr().out.split())
+    (run / "evals" / "baselines_1050.json").unlink()
     for text in ("{", "[]", '{"points": [{}], "lengths": [20]}', '{"points": 3, "lengths": [20]}'):
         (run / "evals" / "baselines_100.json").write_text(text)
         assert read_run(run).headline == {"loss": 0.5, "attack": 2.0}

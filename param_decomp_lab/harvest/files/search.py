@@ -80,7 +80,7 @@ def _fits(
     input_totals: Int[np.ndarray, " inputs"],
     n_positions: int,
 ) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
-    """Of rows of a table of tokens: the components, how well each fits its token, and whether it does."""
+    """Rows of a table of tokens: the components, how well each fits its token, and whether it does."""
     unknown = component[(component < 0) | (component >= len(firings))]
     if len(unknown):
         raise UserError(
@@ -108,36 +108,50 @@ class TokenIndex:
         input_totals: Int[np.ndarray, " inputs"],
         n_positions: int,
     ) -> None:
-        self._file = tempfile.TemporaryFile(prefix="pd-browse-")  # noqa: SIM115 (closed with this object)
-        self._n_inputs, self._starts, self._firsts = len(input_totals), list[tuple[int, int]](), list[int]()
+        self._sites: list[tuple[int, int]] = []  # where each begins in the file, and how many tokens it has
         first = at = 0
-        for file, firings in sites:
-            token, component, value = _all_fits(file, firings, input_totals, n_positions)
-            order = np.argsort(token, kind="stable")
-            ends = np.searchsorted(token[order], np.arange(self._n_inputs + 1)).astype(np.int64)
-            entries = np.empty(len(order), _ENTRY)
-            entries["component"], entries["value"] = component[order] + first, value[order]
-            try:
-                self._file.write(ends.tobytes() + entries.tobytes())
-            except OSError as error:
-                raise UserError(f"a search needs room in {tempfile.gettempdir()}: {error.strerror}") from error
-            self._starts.append((at, at + ends.nbytes))
-            at, first = at + ends.nbytes + entries.nbytes, first + len(firings)
-        self._file.flush()
+        try:
+            self._file = tempfile.TemporaryFile(prefix="pd-browse-")  # noqa: SIM115 (closed with this object)
+            for file, firings in sites:
+                token, component, value = _all_fits(file, firings, input_totals, n_positions)
+                order = np.argsort(token, kind="stable")
+                names, starts = np.unique(token[order], return_index=True)
+                entries = np.empty(len(order), _ENTRY)
+                entries["component"], entries["value"] = component[order] + first, value[order]
+                ends = np.append(starts, len(order)).astype(np.int64)
+                written = names.astype(np.int32).tobytes() + ends.tobytes() + entries.tobytes()
+                self._file.write(written)
+                self._sites.append((at, len(names)))
+                at, first = at + len(written), first + len(firings)
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"a search needs room in {_temporary_folder()}: {error.strerror or error}") from error
 
     def find(self, tokens: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " m"], Float[np.ndarray, " m"]]:
         """Numbers, through all sites, of the components that fit some of these tokens, ascending, and how well."""
         descriptor, found = self._file.fileno(), [np.zeros(0, _ENTRY)]
-        for token in tokens.tolist():
-            for ends_at, entries_at in self._starts:
-                start, stop = np.frombuffer(os.pread(descriptor, 16, ends_at + 8 * token), np.int64).tolist()
-                size = _ENTRY.itemsize
-                if stop > start:
-                    part = os.pread(descriptor, (stop - start) * size, entries_at + start * size)
-                    found.append(np.frombuffer(part, _ENTRY))
+        for at, n in self._sites:
+            names = np.frombuffer(os.pread(descriptor, 4 * n, at), np.int32)
+            places = np.flatnonzero(np.isin(names, tokens)).tolist()
+            if not places:
+                continue
+            ends_at = at + 4 * n
+            ends = np.frombuffer(os.pread(descriptor, 8 * (n + 1), ends_at), np.int64)
+            entries_at = ends_at + ends.nbytes
+            for k in places:
+                start, stop = ends[k : k + 2].tolist()
+                part = os.pread(descriptor, (stop - start) * _ENTRY.itemsize, entries_at + start * _ENTRY.itemsize)
+                found.append(np.frombuffer(part, _ENTRY))
         every = np.concatenate(found)
         numbers, place = np.unique(every["component"], return_inverse=True)
         return numbers, np.bincount(place, every["value"], len(numbers))
+
+
+def _temporary_folder() -> str:
+    try:
+        return tempfile.gettempdir()
+    except OSError:  # there is none that can be written
+        return "a temporary folder"
 
 
 _ENTRY = np.dtype([("component", np.int32), ("value", np.float64)])
