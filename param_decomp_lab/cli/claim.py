@@ -1,11 +1,10 @@
 """`pd claim`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from param_decomp_lab.cli.options import RunFolder, Step
+from param_decomp_lab.cli.options import Devices, RunFolder, Step, TargetFolder
 
 
 def claim(
@@ -42,13 +41,8 @@ def claim(
     rows: Annotated[int | None, typer.Option(min=1, help="Held-out rows. Default: all.", show_default=False)] = None,
     json_out: Annotated[bool, typer.Option("--json", help="Print JSON, with all digits, in place of a table.")] = False,
     step: Step = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(min=1, help="Devices to split over. Default: one, if it is large enough.", show_default=False),
-    ] = None,
-    target: Annotated[
-        Path | None, typer.Option(help="Folder with the target's weights, if it has moved.", show_default=False)
-    ] = None,
+    devices: Devices = None,
+    target: TargetFolder = None,
 ) -> None:
     """Test a claim on held-out text: after TEXT, these components speak for TOKEN.
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from param_decomp_lab.cli.options import Overrides, RunFolder, Step
+from param_decomp_lab.cli.options import Devices, Overrides, RunFolder, Step, TargetFolder
 from param_decomp_lab.ui.console import PlainConsole
 
 
@@ -49,13 +49,8 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="JSON file to write. Default: a new one in RUN/evals.", show_default=False)
     ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(min=1, help="Devices to split over. Default: one, if it is large enough.", show_default=False),
-    ] = None,
-    target: Annotated[
-        Path | None, typer.Option(help="Folder with the target's weights, if it has moved.", show_default=False)
-    ] = None,
+    devices: Devices = None,
+    target: TargetFolder = None,
 ) -> None:
     """Evaluate a run afterwards: any metric, on any of its checkpoints, on as many batches as wanted.
 

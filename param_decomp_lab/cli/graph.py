@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from param_decomp_lab.cli.options import RunFolder, Step
+from param_decomp_lab.cli.options import Devices, RunFolder, Step
 
 
 def graph(
@@ -52,10 +52,7 @@ def graph(
     out: Annotated[
         Path | None, typer.Option(help="JSON file to write. Default: a new one in RUN/graphs.", show_default=False)
     ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option(min=1, help="Devices to split over. Default: one, if it is large enough.", show_default=False),
-    ] = None,
+    devices: Devices = None,
     moved: Annotated[
         Path | None,
         typer.Option("--weights", help="Folder with the target's weights, if it has moved.", show_default=False),

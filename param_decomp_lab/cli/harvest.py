@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from param_decomp_lab.cli.options import ProcessCount, ProcessNumber, RunFolder, Step
+from param_decomp_lab.cli.options import ProcessCount, ProcessNumber, RunFolder, Step, TargetFolder
 
 
 def harvest(
@@ -32,9 +32,7 @@ def harvest(
     devices: Annotated[
         int | None, typer.Option(min=1, help="Devices of this process. Default: all.", show_default=False)
     ] = None,
-    target: Annotated[
-        Path | None, typer.Option(help="Folder with the target's weights, if it has moved.", show_default=False)
-    ] = None,
+    target: TargetFolder = None,
     processes: ProcessCount = None,
     process_id: ProcessNumber = None,
 ) -> None:

@@ -12,6 +12,13 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Replace one key, e.g. `--set pd.steps=100`; may be repeated."),
 ]
 Step = Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest.", show_default=False)]
+Devices = Annotated[
+    int | None,
+    typer.Option(min=1, help="Devices to split over. Default: one, if it is large enough.", show_default=False),
+]
+TargetFolder = Annotated[
+    Path | None, typer.Option(help="Folder with the target's weights, if it has moved.", show_default=False)
+]
 
 # ---- several processes ----
 
