@@ -46,8 +46,9 @@ from param_decomp_jax.targets.base import Weights
 from param_decomp_lab import load_run
 from param_decomp_lab.baselines.command import other_batches
 from param_decomp_lab.baselines.matching import mixed, shares
-from param_decomp_lab.baselines.measure import LAMBDA, OWN, STEP_SIZE, BaselinePoint, Measurement
+from param_decomp_lab.baselines.measure import STEP_SIZE, Measurement
 from param_decomp_lab.baselines.parts import BASELINES, Baseline
+from param_decomp_lab.baselines.result import LAMBDA, OWN, BaselinePoint
 from param_decomp_lab.compilation import jitted
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config

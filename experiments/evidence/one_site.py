@@ -30,8 +30,9 @@ from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.base import Weights
 from param_decomp_lab import load_run
 from param_decomp_lab.baselines.command import other_batches
-from param_decomp_lab.baselines.measure import OWN, Measurement
+from param_decomp_lab.baselines.measure import Measurement
 from param_decomp_lab.baselines.parts import Baseline
+from param_decomp_lab.baselines.result import OWN
 from param_decomp_lab.compilation import jitted
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.eval.request import EvaluationRequest, evaluation_config

@@ -12,9 +12,10 @@ from rich.text import Text
 
 from param_decomp_lab.baselines.figure import comparison_figure
 from param_decomp_lab.baselines.kept import Kept, keep
-from param_decomp_lab.baselines.measure import Comparison, compare
+from param_decomp_lab.baselines.measure import compare
 from param_decomp_lab.baselines.parts import Choice
-from param_decomp_lab.baselines.replacements import caption, read_dictionaries
+from param_decomp_lab.baselines.replacements import read_dictionaries
+from param_decomp_lab.baselines.result import Comparison, caption
 from param_decomp_lab.baselines.verdict import title, verdict, with_k_on
 from param_decomp_lab.data.batches import epoch_order
 from param_decomp_lab.data.sources import BatchSource

@@ -6,9 +6,8 @@ from itertools import cycle
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, WITH_K_ON, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import BASELINES
-from param_decomp_lab.baselines.replacements import caption
+from param_decomp_lab.baselines.result import LAMBDA, ON_OFF, OWN, WITH_K_ON, BaselinePoint, Comparison, caption
 from param_decomp_lab.metrics.figures.style import BLUE, QUIET, VERMILION
 from param_decomp_lab.ui.numbers import number
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from param_decomp_lab.baselines.matching import shares
-from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, Comparison
+from param_decomp_lab.baselines.result import LAMBDA, ON_OFF, OWN, Comparison
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
 from param_decomp_lab.runs.position_attack import comparison_file

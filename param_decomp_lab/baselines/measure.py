@@ -1,8 +1,6 @@
 """Measures the error of a run and of its baselines by the number of parts that are on."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -29,149 +27,29 @@ from param_decomp_jax.ci import squashings
 from param_decomp_jax.decomposition.components import Components, Factors, with_views
 from param_decomp_jax.method.state import Learned
 from param_decomp_jax.method.step import Problem
-from param_decomp_lab.baselines.matching import mixed, shares
+from param_decomp_lab.baselines.matching import shares
 from param_decomp_lab.baselines.parts import BASELINES, Baseline, Choice, parts_of
-from param_decomp_lab.baselines.replacements import Replacement, fit_dictionaries, names_of, replacement
+from param_decomp_lab.baselines.replacements import fit_dictionaries, names_of, replacement
+from param_decomp_lab.baselines.result import (
+    LAMBDA,
+    LARGEST,
+    ON_OFF,
+    OWN,
+    WITH_K_ON,
+    BaselinePoint,
+    Comparison,
+    Replacement,
+)
 from param_decomp_lab.baselines.saelens import DictionaryFolder
 from param_decomp_lab.compilation import jitted
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
-from param_decomp_lab.runs.position_attack import LAMBDA as LAMBDA
-from param_decomp_lab.runs.position_attack import OWN as OWN
 
-ON_OFF, LARGEST, BY_GRADIENT = "λ above", "largest", "by gradient"
-WITH_K_ON: dict[Choice, str] = {"activation": LARGEST, "gradient": BY_GRADIENT}
-"""The name, for each choice, of points with a fixed number of parts on."""
 THRESHOLDS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 STEP_SIZE = 0.1
 
 Progress = Callable[[str], None]
 """Receives a text that says what is being measured."""
-
-
-@dataclass(frozen=True)
-class BaselinePoint:
-    """One way of choosing parts, measured on all batches. ``parts``: `OWN` or a baseline. ``chosen``: `LAMBDA`,
-    `ON_OFF` by a threshold, or ``number`` parts at each site and position, the `LARGEST` or `BY_GRADIENT`; ``number``
-    is a mean over rows of the data if these differ (B5). ``l0``: the number of parts that are on, averaged over sites
-    and positions. ``error``: R1 with inactive parts masked to 0, ``random`` with random masks for them, ``attacked``
-    after each of the attack's lengths, if it was attacked. ``cross_entropy``: in nats above that of the target; None
-    for a toy.
-    """
-
-    parts: str
-    chosen: str
-    number: float
-    l0: float
-    error: float
-    cross_entropy: float | None
-    random: float
-    attacked: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All points of a run. ``lengths``: steps of the attacks. ``positions``: number of positions in all batches.
-    ``n_sites``: number of the run's sites. ``replacements``: SAEs and transcoders (B6). ``choice``: how a given number
-    of parts is chosen (B2, B3).
-    """
-
-    run: str
-    step: int
-    of_text: bool
-    positions: int
-    lengths: tuple[int, ...]
-    points: tuple[BaselinePoint, ...]
-    n_sites: int
-    replacements: tuple[Replacement, ...] = ()
-    choice: Choice = "activation"
-
-    @property
-    def own(self) -> BaselinePoint:
-        """The point of the decomposition with λ as masks."""
-        return next(p for p in self.points if p.parts == OWN and p.chosen == LAMBDA)
-
-    @property
-    def own_on_off(self) -> BaselinePoint:
-        """The point of the decomposition with only firing components on."""
-        return next(p for p in self.points if p.parts == OWN and p.chosen == ON_OFF and p.number == 0)
-
-    @property
-    def to_mix(self) -> dict[str, dict[float, BaselinePoint]]:
-        """The points that are mixed into the one at the decomposition's L0, by their number of parts (B5): for each
-        baseline, and for the decomposition if its parts are chosen by gradient as well.
-        """
-        numbers, chosen = shares(self.own.l0), WITH_K_ON[self.choice]
-        found: dict[str, dict[float, BaselinePoint]] = {}
-        for p in self.points:
-            if p.parts != OWN or self.choice == "gradient":
-                of_parts = found.setdefault(p.parts, {})
-                if p.chosen == chosen and p.number in numbers:
-                    of_parts[p.number] = p
-        return found
-
-    @property
-    def matched(self) -> dict[str, BaselinePoint]:
-        """Each baseline's point at the decomposition's L0 (B5)."""
-        return {name: mixed(points, self.own.l0) for name, points in self.to_mix.items() if name != OWN}
-
-    @property
-    def own_by_gradient(self) -> BaselinePoint | None:
-        """The point of the decomposition with as many parts on as a baseline at its L0, also chosen by gradient; None
-        if λ chooses among its parts.
-        """
-        points = self.to_mix.get(OWN)
-        return None if points is None else mixed(points, self.own.l0)
-
-    @property
-    def at_own_l0(self) -> tuple[BaselinePoint, ...]:
-        """The points at the decomposition's L0, which are attacked: its own, then those of the baselines."""
-        chosen = self.own_by_gradient
-        return (self.own, self.own_on_off, *([] if chosen is None else [chosen]), *self.matched.values())
-
-    @property
-    def matched_only(self) -> bool:
-        """Whether baselines were measured only at the decomposition's L0."""
-        return {p.number for p in self.points if p.parts != OWN} <= shares(self.own.l0).keys()
-
-    @property
-    def ladder(self) -> dict[float, dict[str, float]]:
-        """Returns, for each k, the errors with the k largest parts on, by name: of the decomposition, each baseline,
-        and each SAE and transcoder. It has every k at which a baseline or one of the latter was measured.
-        """
-        found: dict[float, dict[str, float]] = {}
-        for p in self.points:
-            if p.chosen in WITH_K_ON.values():
-                found.setdefault(p.number, {})[p.parts] = p.error
-        for r in self.replacements:
-            for k, with_k in r.ladder.items():
-                found.setdefault(k, {})[r.name] = with_k.error
-        return {k: errors for k, errors in sorted(found.items()) if errors.keys() - {OWN}}
-
-    @property
-    def names(self) -> list[str]:
-        """The names in `ladder`."""
-        return [OWN, *self.matched, *(r.name for r in self.replacements)]
-
-    @property
-    def best(self) -> BaselinePoint:
-        """The baseline of least error at the decomposition's L0."""
-        return min(self.matched.values(), key=lambda p: p.error)
-
-    def over_best(self, point: BaselinePoint) -> dict[str, float]:
-        """Returns the errors of a point, each divided by that of the baseline which is best in it at the
-        decomposition's L0: ``error``, ``random``, and ``attack`` (the longest, if there was one). NaN if a baseline has
-        0.
-        """
-
-        def ratio(reading: Callable[[BaselinePoint], float]) -> float:
-            least = min(map(reading, self.matched.values()))
-            return reading(point) / least if least > 0 else math.nan
-
-        found = {"error": ratio(lambda p: p.error), "random": ratio(lambda p: p.random)}
-        if self.lengths:
-            found["attack"] = ratio(lambda p: p.attacked[-1])
-        return found
 
 
 def compare(

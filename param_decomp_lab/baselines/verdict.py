@@ -2,8 +2,8 @@
 
 import math
 
-from param_decomp_lab.baselines.measure import LAMBDA, OWN, WITH_K_ON, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import Choice
+from param_decomp_lab.baselines.result import LAMBDA, OWN, WITH_K_ON, BaselinePoint, Comparison
 from param_decomp_lab.ui.numbers import number
 
 

@@ -4,9 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from param_decomp_lab.baselines.kept import find_comparison
-from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, ON_OFF, OWN, WITH_K_ON, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import BASELINES
-from param_decomp_lab.baselines.replacements import ReplacementPoint, caption
+from param_decomp_lab.baselines.result import (
+    LAMBDA,
+    LARGEST,
+    ON_OFF,
+    OWN,
+    WITH_K_ON,
+    BaselinePoint,
+    Comparison,
+    ReplacementPoint,
+    caption,
+)
 from param_decomp_lab.baselines.verdict import title, verdict, with_k_on
 from param_decomp_lab.browse.catalog import Opened
 from param_decomp_lab.browse.pages import Pages

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
-from param_decomp_jax.targets.architecture import Architecture
 from param_decomp_lab.browse.all_components import AllComponents
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Groups, Harvest, Summary, find_harvests
@@ -17,12 +17,17 @@ from param_decomp_lab.harvest.files.labels import Labels
 from param_decomp_lab.harvest.files.plan import HARVESTS, NAME
 from param_decomp_lab.harvest.files.scores import Scores
 from param_decomp_lab.harvest.files.tables import PLAN_FILE
-from param_decomp_lab.runs.folder import EVALUATIONS
+from param_decomp_lab.runs.folder import EVALUATIONS, TARGET_FILE
 from param_decomp_lab.runs.listing import DEPTH, RunStatus, read_run, run_folders
-from param_decomp_lab.runs.target_file import TARGET_FILE, read_target
+from param_decomp_lab.safe_io.json_text import read_json
 from param_decomp_lab.safe_io.printable import printable
+from param_decomp_lab.schema.site_names import has_attention_heads
 
 HARVESTS_OPEN = 4
+Version = tuple[int, int]
+"""Of a file: inode and time of change."""
+TargetFields = dict[str, Any]
+"""The fields of a run's `target.json`, as they stand there: making an `Architecture` of them imports JAX."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Catalog:
         self.folders = folders
         self._open = lru_cache(maxsize=HARVESTS_OPEN)(_open)
         self.runs: dict[str, RunEntry] = {}
-        self._targets: dict[Path, Architecture | None] = {}
+        self._targets: dict[Path, TargetFields | None] = {}
         self.refresh()
         if not self.runs:
             raise UserError(f"no run in {', '.join(map(str, folders))}; say where the runs are: pd browse FOLDER")
@@ -93,11 +98,12 @@ class Catalog:
             raise UserError(f"run {entry.name} has no harvest {printable(name, 200)}")
         path = entry.harvests[name]
         # Made again under the same name, it is another file.
-        return self._open(entry.name, entry.folder, name, path, _inode(path / PLAN_FILE))
+        return self._open(entry.name, entry.folder, name, path, _version(path / PLAN_FILE))
 
     def others(self, opened: "Opened") -> list[tuple[str, str]]:
-        """Runs and harvests, by their names, of the same architecture as the target of ``opened``, each run's newest
-        first; without those of the same run and step, and without runs that do not say what their target is."""
+        """Returns the runs and harvests, by their names, whose target may be that of ``opened``, each run's newest
+        first. Harvests of the same run and step are left out, and runs that do not say what their target is.
+        """
         mine = self._target(opened.run_folder)
         if mine is None:
             return []
@@ -105,35 +111,35 @@ class Catalog:
         return [
             (name, harvest)
             for name, entry in self.runs.items()
-            if entry.harvests and self._target(entry.folder) == mine
+            if entry.harvests and _may_be_equal(self._target(entry.folder), mine)
             for harvest in entry.harvests
             if name != opened.run or (harvest != opened.name and not harvest.startswith(step))
         ]
 
-    def _target(self, run_folder: Path) -> Architecture | None:
-        """As `_architecture`, which looks at a file each time; this does after `refresh` alone."""
+    def _target(self, run_folder: Path) -> TargetFields | None:
+        """Like `_target_fields`, but looks at the file only after `refresh`."""
         known = self._targets
         if run_folder not in known:
-            known[run_folder] = _architecture(run_folder)
+            known[run_folder] = _target_fields(run_folder)
         return known[run_folder]
 
     def may_be_alike(self, opened: "Opened", other: "Opened") -> bool:
-        """Whether two runs may decompose the same target: their architectures are equal, as far as both say what it
-        is."""
-        one, two = _architecture(opened.run_folder), _architecture(other.run_folder)
-        return one is None or two is None or one == two
+        """Whether two runs may decompose the same target: what both say about it is equal."""
+        one, two = _target_fields(opened.run_folder), _target_fields(other.run_folder)
+        return one is None or two is None or _may_be_equal(one, two)
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A harvest that is shown, under ``name``. Opened once more, it is the same unless it was made again: ``inode`` is
-    that of its plan."""
+    """A harvest that is shown, under ``name``. Opened once more, it is the same unless it was made again: then its
+    plan has another ``version``.
+    """
 
     run: str
     run_folder: Path
     name: str
     harvest: Harvest = field(compare=False)
-    inode: int
+    version: Version
 
     @cached_property
     def labels(self) -> Labels:
@@ -143,22 +149,22 @@ class Opened:
     def groups(self) -> Groups | None:
         """The newest groups of the harvest; None if nobody has looked for them. Raises UserError for damaged ones."""
         found = find_groups(self.harvest.folder)
-        return self._groups(found[0], _inode(found[0] / CLUSTERS_FILE)) if found else None
+        return self._groups(found[0], _version(found[0] / CLUSTERS_FILE)) if found else None
 
     @lru_cache(maxsize=1)  # noqa: B019 (as many harvests are kept as `_open` keeps)
-    def _groups(self, folder: Path, inode: int) -> Groups:
-        del inode
+    def _groups(self, folder: Path, version: Version) -> Groups:
+        del version
         return Groups(folder, self.harvest.index, self.harvest.n_sampled)
 
     @property
     def averages(self) -> Averages | None:
         """The newest average attributions of the harvest, None if there are none. Raises UserError for damaged ones."""
         found = find_averages(self.harvest.folder)
-        return self._averages(found[0], _inode(found[0] / AVERAGES_FILE)) if found else None
+        return self._averages(found[0], _version(found[0] / AVERAGES_FILE)) if found else None
 
     @lru_cache(maxsize=1)  # noqa: B019 (as many harvests are kept as `_open` keeps)
-    def _averages(self, folder: Path, inode: int) -> Averages:
-        del inode
+    def _averages(self, folder: Path, version: Version) -> Averages:
+        del version
         return Averages(folder, self.harvest.index)
 
     @cached_property
@@ -167,11 +173,10 @@ class Opened:
 
     @cached_property
     def sites_with_heads(self) -> frozenset[str]:
-        """The sites that are cut into attention heads; empty where the run does not say what its target is."""
-        architecture = _architecture(self.run_folder)
-        if architecture is None:
+        """The sites that attention heads divide; empty if the run does not say what its target is."""
+        if _target_fields(self.run_folder) is None:
             return frozenset()
-        return frozenset(matrix.name for matrix in architecture.attention_matrices()) & set(self.harvest.sites)
+        return frozenset(filter(has_attention_heads, self.harvest.sites))
 
     def summary(self, site: str) -> Summary:
         """What a list of a site's components shows."""
@@ -196,29 +201,36 @@ class Opened:
         return tuple(self.summary(site).tokens[number].tolist())
 
 
-def _open(run: str, run_folder: Path, name: str, path: Path, inode: int) -> Opened:
-    return Opened(run, run_folder, name, Harvest(path), inode)
+def _open(run: str, run_folder: Path, name: str, path: Path, version: Version) -> Opened:
+    return Opened(run, run_folder, name, Harvest(path), version)
 
 
-def _architecture(run_folder: Path) -> Architecture | None:
-    """The architecture of a run's target; None where the run does not say what it is."""
-    return _read_architecture(run_folder, _inode(run_folder / TARGET_FILE))
+def _target_fields(run_folder: Path) -> TargetFields | None:
+    """Returns what a run says about its target; None if it says nothing, or its file is damaged."""
+    return _read_target_fields(run_folder, _version(run_folder / TARGET_FILE))
 
 
 @lru_cache(maxsize=512)
-def _read_architecture(run_folder: Path, inode: int) -> Architecture | None:
-    del inode
+def _read_target_fields(run_folder: Path, version: Version) -> TargetFields | None:
+    del version
     try:
-        return read_target(run_folder)
+        return read_json(run_folder / TARGET_FILE, "the target's architecture", dict)
     except UserError:
         return None
 
 
-def _inode(file: Path) -> int:
+def _may_be_equal(one: TargetFields | None, two: TargetFields) -> bool:
+    """Whether all fields that both have are equal. An older file lacks fields that have been added since."""
+    return one is not None and all(one[key] == two[key] for key in one.keys() & two.keys())
+
+
+def _version(file: Path) -> Version:
+    """Returns another value once the file has been made again: its inode alone may be that of a file removed since."""
     try:
-        return file.stat().st_ino
+        found = file.stat()
     except OSError:
-        return 0
+        return 0, 0
+    return found.st_ino, found.st_mtime_ns
 
 
 @lru_cache(maxsize=512)

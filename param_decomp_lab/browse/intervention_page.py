@@ -11,7 +11,7 @@ from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import LONGEST, InterventionQuestion
 from param_decomp_lab.data.token_names import PICTURES
 from param_decomp_lab.errors import UserError
-from param_decomp_lab.opening.selection import GROUP
+from param_decomp_lab.harvest.files.groups import GROUP
 
 MOST = 500
 """Components of a selection."""

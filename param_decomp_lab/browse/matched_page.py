@@ -17,8 +17,7 @@ from param_decomp_lab.browse.text_page import PATIENCE_S, Workers
 from param_decomp_lab.browse.text_worker import MatchQuestion, OtherRun
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Example
-from param_decomp_lab.matching.pairs import ASSIGNED
-from param_decomp_lab.matching.result import HALF, NEAR, MatchedSite
+from param_decomp_lab.matching.result import ASSIGNED, HALF, NEAR, MatchedSite
 from param_decomp_lab.safe_io.printable import few_names, printable
 
 KEPT = 4
@@ -230,7 +229,7 @@ class MatchedPages:
             kept[site] = turned.turned
         if site not in kept:
             folders = opened.harvest.folder.resolve(), other.harvest.folder.resolve()
-            question = MatchQuestion(site, folders[0], other_run(other), folders[1], (opened.inode, other.inode))
+            question = MatchQuestion(site, folders[0], other_run(other), folders[1], (opened.version, other.version))
             answer = self._workers.of(opened).match(question, patience_s)
             if answer is None:
                 return None

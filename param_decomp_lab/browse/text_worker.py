@@ -136,13 +136,13 @@ class NearestAnswer:
 @dataclass(frozen=True)
 class MatchQuestion:
     """The components of a site that fire in ``harvest``, matched with those of another run that fire in
-    ``other_harvest``. ``inodes``: of the two; a harvest that is made again has another."""
+    ``other_harvest``. ``versions``: of the two; a harvest that is made again has another."""
 
     site: str
     harvest: Path
     other: OtherRun
     other_harvest: Path
-    inodes: tuple[int, int]
+    versions: tuple[tuple[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -438,8 +438,8 @@ def _nearest(run: Any, question: NearestQuestion, sites: tuple[str, ...]) -> Nea
 
 
 @lru_cache(maxsize=2)
-def _harvest(folder: Path, inode: int) -> Any:
-    del inode
+def _harvest(folder: Path, version: tuple[int, int]) -> Any:
+    del version
     from param_decomp_lab.harvest.files import Harvest
 
     return Harvest(folder)
@@ -452,7 +452,7 @@ def _match(run: Any, question: MatchQuestion) -> MatchAnswer:
     other = _other_run(question.other.folder, question.other.step)
     refuse_other_target(run, other)
     folders = question.harvest, question.other_harvest
-    mine, theirs = (_harvest(*known) for known in zip(folders, question.inodes, strict=True))
+    mine, theirs = (_harvest(*known) for known in zip(folders, question.versions, strict=True))
     return MatchAnswer(match_site(run, mine, other, theirs, question.site, same_rows(mine, theirs)))
 
 

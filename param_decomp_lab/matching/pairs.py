@@ -6,10 +6,8 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 
-ASSIGNED = 4096
-"""The largest number of components per run that is matched by an assignment: 4,096 take a few seconds and 0.5 GB for
-vectors of any length. With more components, mutual nearest neighbours are paired.
-"""
+from param_decomp_lab.matching.result import ASSIGNED, MatchedPairs
+
 AT_ONCE = 1 << 23
 """The number of cosines, or of entries of vectors, that are computed at once."""
 
@@ -24,25 +22,6 @@ class Fired:
     @property
     def n(self) -> int:
         return self.V.shape[1]
-
-
-@dataclass(frozen=True)
-class MatchedPairs:
-    """Pairs of components, the most similar first (P5). ``one``, ``other``: their indices among the components that
-    fire. ``cos_V``, ``cos_U``: cosines of their V and of their U. ``assigned``: whether the pairs maximize the sum of
-    all similarities; if not, they are mutual nearest neighbours.
-    """
-
-    one: Int[np.ndarray, " n"]
-    other: Int[np.ndarray, " n"]
-    cos_V: Float[np.ndarray, " n"]
-    cos_U: Float[np.ndarray, " n"]
-    assigned: bool
-
-    @property
-    def similarity(self) -> Float[np.ndarray, " n"]:
-        """Returns the cosine of the matrices V ⊗ U of each pair."""
-        return self.cos_V * self.cos_U
 
 
 def pairs_of(one: Fired, other: Fired, assigned: bool | None = None) -> MatchedPairs:

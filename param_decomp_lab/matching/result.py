@@ -7,14 +7,36 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Float, Int
 
-from param_decomp_lab.matching.pairs import MatchedPairs
 from param_decomp_lab.safe_io.printable import printable
 from param_decomp_lab.ui.cards import card
 
+ASSIGNED = 4096
+"""The largest number of components per run that is matched by an assignment: 4,096 take a few seconds and 0.5 GB for
+vectors of any length. With more components, mutual nearest neighbours are paired.
+"""
 NEAR, HALF = 0.9, 0.5
 """The similarities above which pairs are counted."""
 SITES_SHOWN = 24
 """Sites that a notebook shows."""
+
+
+@dataclass(frozen=True)
+class MatchedPairs:
+    """Pairs of components, the most similar first (P5). ``one``, ``other``: their indices among the components that
+    fire. ``cos_V``, ``cos_U``: cosines of their V and of their U. ``assigned``: whether the pairs maximize the sum of
+    all similarities; if not, they are mutual nearest neighbours.
+    """
+
+    one: Int[np.ndarray, " n"]
+    other: Int[np.ndarray, " n"]
+    cos_V: Float[np.ndarray, " n"]
+    cos_U: Float[np.ndarray, " n"]
+    assigned: bool
+
+    @property
+    def similarity(self) -> Float[np.ndarray, " n"]:
+        """Returns the cosine of the matrices V ⊗ U of each pair."""
+        return self.cos_V * self.cos_U
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from param_decomp_jax.decomposition.sites import Site
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.graph.graph import Node
 from param_decomp_lab.harvest.files import Groups
+from param_decomp_lab.harvest.files.groups import GROUP
 from param_decomp_lab.schema.spelling import nearest
 
-GROUP = "group"
-"""In place of a site: the number is a group's."""
 Selection = Any
 """Components as text (``layers.3.mlp.down_proj:17``, at one position ``layers.3.mlp.down_proj:17@4``), groups of
 `pd cluster` (``group:12``, ``group:12@4``), nodes of a graph, or numbers by site: one or many."""

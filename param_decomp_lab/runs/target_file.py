@@ -7,10 +7,9 @@ from param_decomp_jax.targets.architecture import Architecture, check_sizes
 from param_decomp_jax.targets.registry import ARCHITECTURES
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.folders import write_whole
+from param_decomp_lab.runs.folder import TARGET_FILE
 from param_decomp_lab.safe_io.json_text import read_json
 from param_decomp_lab.weights.recorded_target import describe
-
-TARGET_FILE = "target.json"
 
 
 def write_target(run_folder: Path, architecture: Architecture) -> None:

@@ -9,6 +9,18 @@ PREFIXES = ("gpt_neox.", "model.", "transformer.")
 """With which files begin the names of modules, and patterns may: the architectures' own, which need JAX to be asked."""
 
 
+_WITH_HEADS = re.compile(
+    r".*\.(?:self_attn|attn|attention)\.(?:[qkvo]_proj|c_attn\.[qkv]|c_proj|query_key_value\.[qkv]|dense)"
+)
+
+
+def has_attention_heads(site: str) -> bool:
+    """Whether attention heads divide one side of a decoder's matrix (H1), judged by its name. The architecture knows
+    (`Architecture.attention_matrices`), but asking it imports JAX.
+    """
+    return _WITH_HEADS.fullmatch(site) is not None
+
+
 def matches_module(pattern: str, name: str) -> bool:
     """Whether an fnmatch pattern matches the module ``name``, alone or behind a prefix such as `model.`."""
     return any(fnmatchcase(prefix + name, pattern) for prefix in ("", *PREFIXES))

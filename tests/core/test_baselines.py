@@ -30,8 +30,8 @@ from param_decomp_jax.method.step import Problem
 from param_decomp_jax.targets.base import choose_sites
 from param_decomp_jax.targets.resid_mlp import ResidMLP, ResidMLPConfig
 from param_decomp_lab.baselines.matching import shares
-from param_decomp_lab.baselines.measure import LAMBDA, LARGEST, OWN, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import BASELINES, Baseline, parts_of
+from param_decomp_lab.baselines.result import LAMBDA, LARGEST, OWN, BaselinePoint, Comparison
 from tests import reference as ref
 from tests.core import tiny, toys
 

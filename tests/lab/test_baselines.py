@@ -16,8 +16,8 @@ from param_decomp_lab.baselines import measure
 from param_decomp_lab.baselines.figure import comparison_figure, plain
 from param_decomp_lab.baselines.kept import find_comparison
 from param_decomp_lab.baselines.matching import shares
-from param_decomp_lab.baselines.measure import LAMBDA, ON_OFF, OWN, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import BASELINES
+from param_decomp_lab.baselines.result import LAMBDA, ON_OFF, OWN, BaselinePoint, Comparison
 from param_decomp_lab.compilation import jitted
 from param_decomp_lab.opening import load_run
 from param_decomp_lab.setup.rows import evaluation_source

@@ -5,6 +5,8 @@ import re
 import shutil
 import socket
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -31,7 +33,7 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Example, Harvest, find_harvests
 from param_decomp_lab.opening import Run
 from param_decomp_lab.ui.numbers import number, percent, signed
-from tests.lab.tiny_run import pd_here
+from tests.lab.tiny_run import ROOT, pd_here
 from tests.lab.worker_here import answer_here
 
 LLAMA, TOY = "p-00000001", "p-00000002"
@@ -977,6 +979,37 @@ def test_a_text(harvested: Path) -> None:
 
 
 # ---- the command ----
+
+
+def test_it_imports_neither_jax_nor_scipy() -> None:
+    """The first page comes at once, and 1.3 million components fit into the memory that is asked for."""
+    code = (
+        "import sys, param_decomp_lab.browse.listen\n"
+        "sys.exit(str({'jax', 'scipy', 'orbax', 'equinox', 'transformers'} & sys.modules.keys() or '') or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_target_of_which_one_run_says_more(mine: Path) -> None:
+    """A run's `target.json` lacks the fields that were added after it; damaged, it says nothing."""
+    other = Path(shutil.copytree(mine / LLAMA, mine / "p-00000003"))
+    file = other / "target.json"
+    fields = json.loads(file.read_text())
+
+    def others() -> set[str]:
+        catalog = Catalog([mine])
+        opened = catalog.harvest(LLAMA, only_harvest(mine).name)
+        theirs = catalog.harvest(other.name, only_harvest(mine, other.name).name)
+        assert catalog.may_be_alike(opened, theirs) == (not differs)
+        return {name for name, _ in catalog.others(opened)}
+
+    for differs, without, changed in ((False, "rope_theta", {}), (True, "", {"rope_theta": 1.5}), (False, "", None)):
+        kept = None if changed is None else {k: v for k, v in (fields | changed).items() if k != without}
+        new = file.with_suffix(".new")
+        new.write_text("{" if kept is None else json.dumps(kept))
+        new.replace(file)
+        assert others() == ({other.name} if kept is not None and not differs else set())
 
 
 def test_a_port_in_use(harvested: Path) -> None:

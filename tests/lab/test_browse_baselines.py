@@ -13,9 +13,19 @@ import pytest
 
 from param_decomp_lab.baselines.figure import comparison_figure
 from param_decomp_lab.baselines.kept import Kept, find_comparison, keep
-from param_decomp_lab.baselines.measure import BY_GRADIENT, LAMBDA, LARGEST, ON_OFF, OWN, BaselinePoint, Comparison
 from param_decomp_lab.baselines.parts import BASELINES
-from param_decomp_lab.baselines.replacements import ACTIVE, Replacement, ReplacementPoint
+from param_decomp_lab.baselines.result import (
+    ACTIVE,
+    BY_GRADIENT,
+    LAMBDA,
+    LARGEST,
+    ON_OFF,
+    OWN,
+    BaselinePoint,
+    Comparison,
+    Replacement,
+    ReplacementPoint,
+)
 from param_decomp_lab.browse import baselines_page
 from param_decomp_lab.browse.baselines_page import DEPTH, plot
 from param_decomp_lab.browse.catalog import Catalog

@@ -110,6 +110,17 @@ def test_patterns_know_the_prefixes_of_all_families() -> None:
     assert set(site_names.PREFIXES) == {kind.prefix for kind in ARCHITECTURES.values()} - {""}
 
 
+def test_names_say_which_matrices_have_attention_heads() -> None:
+    """`pd browse` goes by the names; the architectures know. A new one may need another name in `site_names.py`."""
+    published = [next(iter(kind.published.values())) for kind in ARCHITECTURES.values() if kind.published]
+    families = [read_config(json.loads((FAMILIES / name / "config.json").read_text())) for name in NAMES]
+    for architecture in (*published, *families):
+        with_heads = {matrix.name for matrix in architecture.attention_matrices()}
+        assert with_heads, architecture
+        for matrix in architecture.matrices():
+            assert site_names.has_attention_heads(matrix.name) == (matrix.name in with_heads), matrix.name
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_logits(name: str) -> None:
     architecture, weights = load_target(FAMILIES / name)

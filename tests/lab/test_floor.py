@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.evidence import floor, one_site
-from param_decomp_lab.baselines.measure import LAMBDA, OWN
+from param_decomp_lab.baselines.result import LAMBDA, OWN
 
 
 @pytest.fixture(scope="module")

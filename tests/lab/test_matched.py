@@ -15,7 +15,8 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Harvest
 from param_decomp_lab.harvest.files.overlap import nearest_by_firing, overlap, pair_overlaps, same_rows
 from param_decomp_lab.matching import pairs as matching
-from param_decomp_lab.matching.pairs import Fired, MatchedPairs, pairs_of
+from param_decomp_lab.matching.pairs import Fired, pairs_of
+from param_decomp_lab.matching.result import MatchedPairs
 from param_decomp_lab.opening import Run
 from param_decomp_lab.runs.checkpoints.store import Checkpoints
 from tests import reference as ref

@@ -32,6 +32,8 @@ MERGES_FILE = "merges.parquet"
 COMPONENTS_FILE = "components.parquet"
 FORMAT = 1
 NAME = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)
+GROUP = "group"
+"""Stands for the site where a selection names a group: ``group:12``."""
 APART = -1
 """The group number of components that are in no group."""
 
