@@ -6,6 +6,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow as pa
 import uvicorn
 
 from param_decomp_lab.browse.server import make_app
@@ -18,6 +19,8 @@ FIRST_PORT, PORTS = 8720, 30
 def listen(folders: Sequence[Path], host: str, port: int | None, open_browser: bool) -> None:
     """Serves until Ctrl-C or SIGTERM. Raises UserError where there is nothing to show, or the port is taken."""
     console = PlainConsole()
+    # Arrow's own pool keeps 55 MiB more of what pages have read (1.3 million components; measurements/harvest.md).
+    pa.set_memory_pool(pa.system_memory_pool())
     app = make_app(folders, [host])
     bound = _bind(host, [port] if port is not None else range(FIRST_PORT, FIRST_PORT + PORTS))
     shown = f"[{host}]" if ":" in host else host

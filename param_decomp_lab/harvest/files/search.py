@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,7 +20,6 @@ MATCHED_SHARE = 0.02
 """A component matches a token that accounts for this share of its firings, and is more frequent there than elsewhere.
 """
 TOKENS_MATCHED = 200
-ENGINE_MEMORY = "200MB"
 ROWS_AT_ONCE = 1 << 17
 
 
@@ -53,21 +51,11 @@ def match_by_tokens(
     Raises UserError if the file is damaged.
     """
     found = np.zeros(len(firings))
-    if not len(tokens):
-        return found
-    path = regular_file(file, "the tokens")
-    try:
-        # Each search has its own connection, because one that is still open when Python exits is reported as a leak.
-        with duckdb.connect(config={"memory_limit": ENGINE_MEMORY, "threads": 2}) as engine:
-            query = "SELECT component, token, n FROM read_parquet(?) WHERE token = ANY(?)"
-            rows = engine.execute(query, [str(path), tokens.tolist()]).fetchnumpy()
-    except duckdb.Error as error:
-        why = printable(str(error), 300)
-        raise UserError(f"{path} cannot be read ({why}): make the harvest again") from error
-    component, values, good = _fits(
-        path, rows["component"], rows["token"], rows["n"], firings, input_totals, n_positions
-    )
-    np.add.at(found, component[good], values[good])
+    if len(tokens):
+        wanted = np.zeros(len(input_totals), bool)
+        wanted[tokens] = True
+        _, component, value = _all_fits(file, firings, input_totals, n_positions, wanted)
+        np.add.at(found, component, value)
     return found
 
 
@@ -158,9 +146,15 @@ _ENTRY = np.dtype([("component", np.int32), ("value", np.float64)])
 
 
 def _all_fits(
-    file: Path, firings: Int[np.ndarray, " C"], input_totals: Int[np.ndarray, " inputs"], n_positions: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, components and how well they fit, of all rows of a table that do."""
+    file: Path,
+    firings: Int[np.ndarray, " C"],
+    input_totals: Int[np.ndarray, " inputs"],
+    n_positions: int,
+    wanted: Bool[np.ndarray, " inputs"] | None = None,
+) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+    """Returns tokens, components and how well they fit, of all rows of a table that do. ``wanted``: whether a token
+    counts; by default all do.
+    """
     found: list[tuple[np.ndarray, ...]] = [(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0))]
     path = regular_file(file, "the tokens")
     try:
@@ -169,6 +163,9 @@ def _all_fits(
                 component, token, n = (batch[name].to_numpy() for name in ("component", "token", "n"))
                 if len(token) and not 0 <= token.min() <= token.max() < len(input_totals):
                     raise ValueError(f"tokens {token.min()} to {token.max()}")
+                if wanted is not None:
+                    at = np.flatnonzero(wanted[token])
+                    component, token, n = component[at], token[at], n[at]
                 _, value, good = _fits(path, component, token, n, firings, input_totals, n_positions)
                 found.append((token[good], component[good], value[good]))
     except (OSError, pa.ArrowException, LookupError, ValueError, TypeError, MemoryError, OverflowError) as error:
