@@ -214,9 +214,10 @@ def _target_fields(run_folder: Path) -> TargetFields | None:
 def _read_target_fields(run_folder: Path, version: Version) -> TargetFields | None:
     del version
     try:
-        return read_json(run_folder / TARGET_FILE, "the target's architecture", dict)
+        fields = read_json(run_folder / TARGET_FILE, "the target's architecture", dict)
     except UserError:
         return None
+    return fields if "architecture" in fields else None
 
 
 def _may_be_equal(one: TargetFields | None, two: TargetFields) -> bool:

@@ -9,9 +9,7 @@ PREFIXES = ("gpt_neox.", "model.", "transformer.")
 """With which files begin the names of modules, and patterns may: the architectures' own, which need JAX to be asked."""
 
 
-_WITH_HEADS = re.compile(
-    r".*\.(?:self_attn|attn|attention)\.(?:[qkvo]_proj|c_attn\.[qkv]|c_proj|query_key_value\.[qkv]|dense)"
-)
+_WITH_HEADS = re.compile(r".*\.(?:[qkvo]_proj|c_attn\.[qkv]|attn\.c_proj|query_key_value\.[qkv]|attention\.dense)")
 
 
 def has_attention_heads(site: str) -> bool:

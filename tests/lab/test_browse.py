@@ -981,13 +981,23 @@ def test_a_text(harvested: Path) -> None:
 # ---- the command ----
 
 
-def test_it_imports_neither_jax_nor_scipy() -> None:
+def test_pages_import_neither_jax_nor_scipy(harvested: Path) -> None:
     """The first page comes at once, and 1.3 million components fit into the memory that is asked for."""
-    code = (
-        "import sys, param_decomp_lab.browse.listen\n"
-        "sys.exit(str({'jax', 'scipy', 'orbax', 'equinox', 'transformers'} & sys.modules.keys() or '') or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    code = """
+import sys
+from pathlib import Path
+from param_decomp_lab.browse.listen import make_app
+from starlette.testclient import TestClient
+with TestClient(make_app([Path(sys.argv[1])]), base_url="http://localhost:8720") as browser:
+    for address in sys.argv[2:]:
+        assert browser.get(address).status_code == 200, address
+heavy = {"jax", "scipy", "orbax", "equinox", "transformers", "duckdb", "matplotlib"}
+sys.exit(str(heavy & sys.modules.keys() or "") or 0)
+"""
+    site = f"{base(harvested)}/sites/{SITE}"
+    pages = ["/", site, f"{site}?search=a", f"{site}/0", f"{base(harvested)}/components"]
+    given = [sys.executable, "-c", code, str(harvested), *pages]
+    done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -1004,12 +1014,14 @@ def test_a_target_of_which_one_run_says_more(mine: Path) -> None:
         assert catalog.may_be_alike(opened, theirs) == (not differs)
         return {name for name, _ in catalog.others(opened)}
 
-    for differs, without, changed in ((False, "rope_theta", {}), (True, "", {"rope_theta": 1.5}), (False, "", None)):
+    cases = ((False, "rope_theta", {}), (True, "", {"rope_theta": 1.5}), (False, "", None), (False, "architecture", {}))
+    for differs, without, changed in cases:
         kept = None if changed is None else {k: v for k, v in (fields | changed).items() if k != without}
         new = file.with_suffix(".new")
         new.write_text("{" if kept is None else json.dumps(kept))
         new.replace(file)
-        assert others() == ({other.name} if kept is not None and not differs else set())
+        says = kept is not None and "architecture" in kept
+        assert others() == ({other.name} if says and not differs else set())
 
 
 def test_a_port_in_use(harvested: Path) -> None:

@@ -21,8 +21,11 @@ from param_decomp_jax.sharding.memory import PLAIN, MemoryPolicy
 from param_decomp_jax.sharding.mesh import MeshShape, make_mesh
 from param_decomp_jax.targets.architecture import UnsupportedConfig
 from param_decomp_jax.targets.base import choose_sites
+from param_decomp_jax.targets.gpt import GPTConfig
 from param_decomp_jax.targets.plain_linears import UNTOUCHED
 from param_decomp_jax.targets.registry import ARCHITECTURES, read_config
+from param_decomp_jax.targets.resid_mlp import ResidMLPConfig
+from param_decomp_jax.targets.tms import TMSConfig
 from param_decomp_jax.targets.transformer import Transformer
 from param_decomp_lab.runs.checkpoints.fingerprints import fingerprint
 from param_decomp_lab.runs.checkpoints.store import flatten
@@ -112,9 +115,11 @@ def test_patterns_know_the_prefixes_of_all_families() -> None:
 
 def test_names_say_which_matrices_have_attention_heads() -> None:
     """`pd browse` goes by the names; the architectures know. A new one may need another name in `site_names.py`."""
-    published = [next(iter(kind.published.values())) for kind in ARCHITECTURES.values() if kind.published]
-    families = [read_config(json.loads((FAMILIES / name / "config.json").read_text())) for name in NAMES]
-    for architecture in (*published, *families):
+    known = [next(iter(kind.published.values())) for kind in ARCHITECTURES.values() if kind.published]
+    known += [read_config(json.loads((FAMILIES / name / "config.json").read_text())) for name in NAMES]
+    known.append(GPTConfig(vocab_size=8, n_positions=4, d_model=4, n_layers=1, n_heads=2, d_mlp=4))
+    assert {type(architecture) for architecture in known} >= {*ARCHITECTURES.values()} - {TMSConfig, ResidMLPConfig}
+    for architecture in known:
         with_heads = {matrix.name for matrix in architecture.attention_matrices()}
         assert with_heads, architecture
         for matrix in architecture.matrices():

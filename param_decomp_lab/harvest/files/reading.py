@@ -530,6 +530,8 @@ class Harvest:
     def input_totals(self) -> Int64[np.ndarray, " n"]:
         with self._damage(self.folder / INPUTS_FILE):
             found: np.ndarray = self._file(INPUTS_FILE).read()["total"].to_numpy()
+            if len(found) != self.plan.n_inputs:
+                raise ValueError(f"{len(found)} inputs of {self.plan.n_inputs}")
             return found
 
     @cached_property
