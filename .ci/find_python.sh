@@ -43,7 +43,7 @@ if [ "$without_venv" ]; then
     echo "$without_venv is new enough, but its modules venv and ensurepip, which make an environment, are missing" \
         "(on Debian and Ubuntu: apt-get install python3-venv)" >&2
 else
-    echo "needs CPython 3.$oldest or newer, and none of these is one that runs: $*;" \
+    echo "needs CPython 3.$oldest or newer, and none of these runs: $*;" \
         "if there is one elsewhere: make PYTHON=<path>" >&2
 fi
 exit 1

@@ -38,7 +38,7 @@ def replica_groups(attributes: str, n_devices: int) -> Groups:
         return _listed(listed[0]) or (tuple(range(n_devices)),)
     if mesh := _MESH.match(written):
         return _along(mesh)
-    raise ValueError(f"no groups of devices: {written[:100]}")
+    raise ValueError(f"not groups of devices: {written[:100]}")
 
 
 def source_target_pairs(attributes: str) -> Groups:
@@ -78,7 +78,7 @@ def _ids(written: str, n: int) -> _Ids:
         return _iota(iota[1], iota[2])
     if re.fullmatch(r"[\d,]+", written):
         return np.array(_numbers(written), int)
-    raise ValueError(f"no devices of a mesh: {written[:100]}")
+    raise ValueError(f"not devices of a mesh: {written[:100]}")
 
 
 def _iota(shape: str, order: str | None) -> _Ids:

@@ -37,10 +37,10 @@ if [ -e "$PD_PREEMPTED" ] || [ $status -eq 75 ]; then
     rm -f "$PD_PREEMPTED"
     echo "$(date '+%F %T') stopped; back into the queue"
     scontrol requeue "$job" && exit 0
-    echo "not requeued; go on with: ${PD_AGAIN:-sbatch, as before}" >&2
+    echo "not requeued; resume with: ${PD_AGAIN:-sbatch, as before}" >&2
     exit 75
 fi
 if [ $status -ne 0 ]; then
-    echo "$(date '+%F %T') failed with status $status; once that is mended, go on with: ${PD_AGAIN:-sbatch, as before}" >&2
+    echo "$(date '+%F %T') failed with status $status; once that is fixed, resume with: ${PD_AGAIN:-sbatch, as before}" >&2
 fi
 exit $status

@@ -252,7 +252,7 @@ def commit_of(ref: str, code: Path = ROOT) -> str:
     git = ("git", "-C", str(code), "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
     found = subprocess.run(git, capture_output=True, text=True, check=False)
     if found.returncode:
-        sys.exit(f"{ref} is no commit")
+        sys.exit(f"{ref} is not a commit")
     return found.stdout.strip()
 
 

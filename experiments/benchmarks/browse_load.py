@@ -1,11 +1,11 @@
-"""How fast `pd browse` answers, how large its pages are, and how much memory it takes, on a given harvest.
+"""Measures how fast `pd browse` answers a given harvest, how large its pages are, and how much memory it takes.
 
     python -m experiments.benchmarks.browse_load FOLDER                 # 500 random requests to the first harvest there
     python -m experiments.benchmarks.browse_load FOLDER --requests 100 --seed 3
 
-Requests are drawn at random: half of them components, the rest lists in all orders, filters and searches, of a site and
-of all sites, components within a list, and the page of all sites. Times are those of whole answers, over the machine's
-own network; sizes are of what travels, compressed.
+Requests are drawn at random. Half are pages of components; the others are lists of one site's components or of all, in
+all orders, filters and searches, components within a list, and the page of all sites. Prints the times of whole
+answers, over the machine's own network, and their compressed sizes, by kind of request.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Clustering at the size of a whole model: planted groups, made up with firing noise, and how many are found.
+"""Clusters made-up firings at the size of a whole model, and counts how many of the planted groups are found.
 
     python -m experiments.benchmarks.cluster_scale                      # 100,000 components, 2e6 positions, three seeds
     python -m experiments.benchmarks.cluster_scale --components 5000 --positions 2e5
 
-Groups have 1 to 20 members, small ones more often. A group has a density of its own, log-uniform from 1e-4 to 4e-3;
-each member misses a share of its group's positions (--noise), and fires at as many others by itself. Prints the times,
-the largest resident memory of this process, and the adjusted Rand index between the groups found and those planted, of
-every seed. The first seed takes the best pair each time; the others draw pairs.
+Planted groups have 1 to 20 members; small ones are more frequent. Each has a density, log-uniform from 1e-4 to 4e-3.
+A member misses a share of its group's positions (--noise), and fires at as many others. The first seed merges the best
+pair each time; the others draw pairs. Prints the times, the peak resident memory of this process, and for every seed
+the adjusted Rand index between the groups found and those planted.
 """
 
 import argparse

@@ -1,12 +1,11 @@
-"""A harvest of a whole model's size, from made-up firings, by the functions that write real ones.
+"""Writes a harvest of a whole model's size from made-up firings, by the functions that write real ones.
 
     python -m experiments.benchmarks.harvest_scale OUT  # 27 sites x 49,152 components, 2e6 positions, L0 100 a site
     python -m experiments.benchmarks.harvest_scale OUT --sites 2 --components 4096 --positions 1e5
 
-Every component has a density of its own, log-uniform, and fires more often at some tokens than at others; tokens are as
-frequent as in text (Zipf). The devices are left out: each block comes as what they would have found in it. Prints the
-time, the largest resident memory of this process, and the bytes on disk; OUT then holds the harvest, which `pd browse`
-shows.
+Every component has its own density, log-uniform, and prefers some tokens. Token frequencies follow Zipf's law, as in
+text. No devices take part: each block is generated as the devices would have returned it. Prints the time, the peak
+resident memory of this process, and the bytes on disk. OUT then holds the harvest, which `pd browse` shows.
 """
 
 import argparse
@@ -178,7 +177,7 @@ def main() -> None:
     parser.add_argument("--components", type=int, default=49_152)
     parser.add_argument("--positions", type=float, default=2e6)
     parser.add_argument("--l0", type=float, default=100.0, help="mean L0 of a site")
-    parser.add_argument("--examples", type=int, help="of each kind, for each component")
+    parser.add_argument("--examples", type=int, help="examples of each kind, for each component")
     given = parser.parse_args()
     shutil.rmtree(given.out, ignore_errors=True)
     make(given.out, given.sites, given.components, int(given.positions), given.l0, given.examples)

@@ -1,10 +1,11 @@
-"""How much of the speed of clean pass and CI function a harvest keeps: side by side, in one process.
+"""Compares the speed of a harvest with that of the clean pass and CI function alone, side by side in one process.
 
     python -m experiments.benchmarks.harvest_speed RUN   # the first 2e5 positions of a harvest of 1e6, 5 rounds
     python -m experiments.benchmarks.harvest_speed RUN --positions 2e4 --rounds 3
 
-A round runs these blocks three times: the clean pass and the CI function alone (λ of every site, read by nobody), what
-the devices do of a harvest, and the harvest itself with its last save. Tokens a second, and ratios to the first.
+A round runs the same blocks three times: the clean pass and the CI function alone (λ of every site is computed, but
+not read), the devices' part of a harvest, and the whole harvest with its last save. Prints tokens per second, and the
+ratios to the first.
 """
 
 import argparse
@@ -31,8 +32,8 @@ from param_decomp_lab.runs.forward import importances
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--tokens", type=float, default=1e6, help="of the whole harvest")
-    parser.add_argument("--positions", type=float, default=2e5, help="of it that are run")
+    parser.add_argument("--tokens", type=float, default=1e6, help="positions of the whole harvest")
+    parser.add_argument("--positions", type=float, default=2e5, help="positions of it to run")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     run = load_run(given.run, devices=1)

@@ -1,14 +1,15 @@
-"""Planned against live memory of a run's own training step, on the devices that are here, with random weights.
+"""Compares planned with live memory for a run's own training step, with random weights, on the devices of this machine.
 
     srun --nodes=8 --ntasks-per-node=8 python -m experiments.benchmarks.mem_probe  # 64 GPUs; see slurm/mem_probe.sbatch
     python -m experiments.benchmarks.mem_probe --first_layer 18 --last_layer 18 --C 24576 --seq 512 --per_gpu_batch 8
     python -m experiments.benchmarks.mem_probe --per_gpu_batch 2 --no_remat --set memory.layers=unroll
 
-The configuration is a wrapper of `pd train`; the flags replace parts of it, as `--set` would, and its mesh by one of
-all devices (fsdp). Weights and tokens are drawn on the devices: nothing is loaded, no folder is made. Planned is XLA's
-account of the compiled step, temp + arguments + output - alias. Live is the greatest `peak_bytes_in_use` of any
-device; the making of the state is in it, and how high that came is in the JSON (CPUs report none). The last line is
-JSON, from process 0.
+The configuration is a wrapper of `pd train`. The flags replace parts of it, as `--set` would; the mesh takes all
+devices (fsdp). Weights and tokens are drawn on the devices, so nothing is loaded and no folder is made.
+
+Planned memory is XLA's account of the compiled step: temp + arguments + output - alias. Live memory is the largest
+`peak_bytes_in_use` of any device (CPUs report none). It includes making the state; the JSON has the peak of that alone.
+The last line, from process 0, is the JSON.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def assignments(options: argparse.Namespace, config: RunConfig, devices: int) ->
     """
     method = config.method
     if not isinstance(method, LanguageModelFile):
-        raise UserError(f"{options.config}: is about a toy; this probe is for language models")
+        raise UserError(f"{options.config}: decomposes a toy; this probe is for language models")
     if (options.first_layer is None) != (options.last_layer is None):
         raise UserError("--first_layer and --last_layer go together")
     if options.first_layer is not None:
@@ -145,16 +146,18 @@ def probe(options: argparse.Namespace) -> None:
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=DEFAULT, help="wrapper YAML (default: %(default)s)")
-    parser.add_argument("--first_layer", type=int, help="decompose the MLP matrices of the layers from here")
-    parser.add_argument("--last_layer", type=int, help="to here, both included")
+    parser.add_argument("--first_layer", type=int, help="first layer whose MLP matrices are decomposed")
+    parser.add_argument("--last_layer", type=int, help="last layer whose MLP matrices are decomposed")
     parser.add_argument("--C", type=int, help="components of a site")
-    parser.add_argument("--sites_per_chunk", type=int, help="of ChunkwiseSubsetReconLoss")
-    parser.add_argument("--recon_coeff", type=float, help="of ChunkwiseSubsetReconLoss or StochasticReconSubsetLoss")
+    parser.add_argument("--sites_per_chunk", type=int, help="sites_per_chunk of ChunkwiseSubsetReconLoss")
+    parser.add_argument(
+        "--recon_coeff", type=float, help="coefficient of ChunkwiseSubsetReconLoss or StochasticReconSubsetLoss"
+    )
     parser.add_argument("--seq", type=int, help="tokens of a row")
     parser.add_argument("--per_gpu_batch", type=int, help="rows on each device")
     parser.add_argument("--no_remat", action="store_true", help="memory preset plain")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of pd train; comes last")
-    parser.add_argument("--steps", type=int, default=5, help="steps that are timed, after a first one")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for pd train; applied last")
+    parser.add_argument("--steps", type=int, default=5, help="steps to time, after a first one")
     parser.add_argument(
         "--coordinator", metavar="HOST:PORT", help="for several processes without Slurm, as of pd train"
     )

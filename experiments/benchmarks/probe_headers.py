@@ -1,11 +1,11 @@
-"""Writes anew what `pd probe` says into the headers of the configurations that have such a header.
+"""Runs `pd probe` again for the configurations with its answer in their header, and updates the headers.
 
     pip install -e '.[probe]'
     python -m experiments.benchmarks.probe_headers                            # all of them; twenty minutes on two cores
     python -m experiments.benchmarks.probe_headers configs/llama8b_l18.yaml   # this one
 
-The command is the one in the header, with `--no-cache`. Prints time and memory of each, in Markdown; a configuration
-whose probe fails stays as it is.
+The command is the one in the header, with `--no-cache`. Prints the time and memory of each as Markdown. A configuration
+whose probe fails is left unchanged.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""The training step of one run two ways, in turn on the same machine: memory policies, or versions of the code.
+"""Times the training step of one run in two ways, alternating on one machine: memory policies, or versions of the code.
 
     python -m experiments.benchmarks.step_pairs configs/demo/transformer.yaml --against memory.preset=lean
     git worktree add ../before main
     python -m experiments.benchmarks.step_pairs configs/demo/transformer.yaml --before ../before
 
-Either side is a process of its own that compiles the trainer's own step once and then takes steps when it is its turn;
-the other one waits. So both meet the same load, and the medians of a pair can be compared on a machine that is not
-quiet. The first round is not counted.
+Each side is a process of its own. It compiles the trainer's own step once, then takes steps in turn with the other
+side, which waits meanwhile. Both sides so meet the same load, and medians of pairs can be compared even on a busy
+machine. The first round does not count.
 """
 
 import argparse
@@ -105,11 +105,11 @@ def main() -> None:
     """Prints a line for each side, and the median of the ratios of the pairs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="a wrapper, as for pd train")
-    parser.add_argument("--set", action="append", default=[], help="of both sides, as for pd train")
-    parser.add_argument("--against", action="append", default=[], help="--set of the second side alone")
-    parser.add_argument("--before", type=Path, help="checkout that the first side's code is taken from")
+    parser.add_argument("--set", action="append", default=[], help="key of both sides, as for pd train")
+    parser.add_argument("--against", action="append", default=[], help="key of the second side only")
+    parser.add_argument("--before", type=Path, help="checkout with the first side's code")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=5, help="steps of a round")
+    parser.add_argument("--steps", type=int, default=5, help="steps in a round")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

@@ -1,11 +1,11 @@
-"""Counts what a reader has to find their way through: files, lines, rooms and the imports between them.
+"""Counts what a reader of the code has to find their way through: files, lines, rooms and the imports between them.
 
     python -m experiments.benchmarks.structure                    # this checkout
     python -m experiments.benchmarks.structure --at 0934e07 HEAD  # commits, side by side
 
-A room is a module or a package right below one of the three packages. Imports are read from the code by grimp, those
-under ``TYPE_CHECKING`` and within functions too. The floors of a package are the rooms on its longest chain of imports,
-where rooms in a circle count as one.
+A room is a module or a package directly below one of the three packages. grimp reads the imports from the code,
+including those under ``TYPE_CHECKING`` and within functions. The floors of a package are the rooms on its longest chain
+of imports; rooms in a circle count as one.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""How the text reads: counts of what makes it hard, and passages of two versions side by side, to be judged blind.
+"""Counts what makes the text hard to read, and prints passages of two versions side by side to be judged blind.
 
     python -m experiments.benchmarks.voice                              # counts of the working tree
     python -m experiments.benchmarks.voice --at e78218d                 # of a commit
     python -m experiments.benchmarks.voice --at e78218d --passages 30 --seed 0 --key key.json > passages.md
 
-Counted are docstrings that begin with "Of", "is no" and "are no", sentences of more than 30 words in the pages (code,
-tables and links' targets left out), and words that `docs/glossary.md` avoids, in the pages and in docstrings; and the
-words of all pages. Passages are sections of pages whose prose differs between the commit and the working tree; which of
-the two is A and which B is drawn for each, and kept in the file KEY.
+It counts docstrings that begin with "Of"; "is no" and "are no"; sentences of more than 30 words in the pages, without
+code, tables and link targets; words that `docs/glossary.md` avoids, in the pages and in docstrings; and the words of
+all pages. Passages are sections of pages whose prose differs between the commit and the working tree. For each, a draw
+decides which of the two is A and which is B; the file KEY records it.
 """
 
 import argparse
@@ -35,9 +35,9 @@ def main() -> None:
     """Prints counts or passages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--at", metavar="COMMIT", help="count this commit; with --passages, compare with it")
-    parser.add_argument("--passages", type=int, metavar="N", help="print so many passages in place of counts")
+    parser.add_argument("--passages", type=int, metavar="N", help="print this many passages instead of counts")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--key", type=Path, help="where to write which passage is which")
+    parser.add_argument("--key", type=Path, help="file to write which passage is which to")
     given = parser.parse_args()
     if given.passages:
         if not given.at or not given.key:

@@ -1,14 +1,14 @@
-"""Are the groups of a toy run its features? Where the truth is known: runs on a TMS or a ResidMLP.
+"""Are the groups of a toy run its features? Tests clustering where the truth is known: on a TMS or a ResidMLP.
 
     python experiments/evidence/table1.py --only tms_5-2 --seeds 0,1,2 --out runs/toys
     python -m experiments.evidence.cluster_toys runs/toys/tms_5-2/p-*
     python -m experiments.evidence.cluster_toys --make runs/toys/resid_mlp --seeds 0,1,2
 
-`--make` first decomposes a ResidMLP made by hand, in which every neuron reads one of ten features and adds it: in a
-trained one neurons are shared between features, and no component of `mlp_out` belongs to one feature. Each run is
-harvested if it has not been, and clustered. The truth is a probe with one feature on at a time:
-a component serves the features for which its λ is above 0.1. For each run, how many features have all components that
-serve them alone in one group, which serves nothing else.
+`--make` first decomposes a ResidMLP with weights set by hand, in which every neuron reads one of ten features and adds
+it. In a trained ResidMLP, features share neurons, and no component of `mlp_out` belongs to one feature. Each run is
+harvested, unless it has been, and clustered. The truth comes from a probe with one feature on at a time: a component
+serves the features for which its λ is above 0.1. Prints, for each run, how many features have all components that serve
+only them in one group that serves nothing else.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def make_run(out: Path, seed: int) -> Path:
 def features_served(run: Run) -> dict[str, np.ndarray]:
     """Returns, for each site, whether each component serves each feature, [features, C]."""
     reads = run.architecture.inputs
-    assert isinstance(reads, FeatureInputs), "only of a toy is the truth known"
+    assert isinstance(reads, FeatureInputs), "the truth is known only for a toy"
     importances = run.causal_importances(PROBE * np.eye(reads.n_features, dtype=np.float32))
     return {site: np.asarray(values) > OFF_ABOVE for site, values in importances.items()}
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="*")
     parser.add_argument("--make", type=Path, metavar="OUT")
-    parser.add_argument("--seeds", default="0,1,2", help="of the runs that are made")
+    parser.add_argument("--seeds", default="0,1,2", help="seeds of the runs that --make trains")
     parser.add_argument("--alpha", type=float, default=1.0)
     parser.add_argument("--threshold", type=float, default=0.0)
     parser.add_argument("--inputs", type=float, default=2e5)

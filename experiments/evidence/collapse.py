@@ -1,12 +1,12 @@
-"""A late collapse of the importances at the size of a toy: L_p with a tiny eps, with a larger one, and smooth L0.
+"""Reproduces a late collapse of the importances on a toy: L_p with a tiny eps, with a larger one, and smooth L0.
 
     python -m experiments.evidence.collapse                   # three runs of 80,000 steps; minutes on two cores
     python -m experiments.evidence.collapse --only lp --seeds 0,2
-    python -m experiments.evidence.collapse --growth runs/*   # how far gradients have grown in runs that are there
+    python -m experiments.evidence.collapse --growth runs/*   # how far gradients have grown in existing runs
 
-TMS 5-2 in small batches with a large, constant rate, and p annealed to 0.4: everything that makes a collapse likely.
-The runs differ in the penalty alone; finished ones are not run again. Prints a table and draws a figure:
-L0, the error with CI masks, errors of the pattern, and the tail of the CI gradients, of which `pd train` warns.
+TMS 5-2 with small batches, a large, constant rate, and p annealed to 0.4: everything that makes a collapse likely. The
+runs differ only in the penalty; finished ones are not repeated. Prints a table and draws a figure with L0, the error
+with CI masks, errors of the pattern, and the tail of the CI gradients, of which `pd train` warns.
 """
 
 import argparse

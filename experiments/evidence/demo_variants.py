@@ -1,10 +1,10 @@
-"""The demo's method by other recipes: how each stands beside the best baseline, by seed and steps.
+"""Trains variants of the demo's recipe, and compares each with the best baseline, by seed and number of steps.
 
     pd data tokenize --stdlib --seq-len 64 --out data/bytes
     pd pretrain configs/demo/bytes_pretrain.yaml
     python -m experiments.evidence.demo_variants --steps 3000                       # every variant, three seeds
     python -m experiments.evidence.demo_variants --steps 10000 --only adamw-3e-3 --only muon-9e-3 --seeds 0
-    python -m experiments.evidence.demo_variants --table                            # only print what is there
+    python -m experiments.evidence.demo_variants --table                            # print existing results only
 
     pd demo                                                                         # its target, of words
     python -m experiments.evidence.demo_variants --words --steps 5000
@@ -13,9 +13,9 @@
     python -m experiments.evidence.demo_variants --smollm2 --steps 300 --only faithfulness-1e4-attack-1 --seeds 0
 
 Each run is `pd train configs/demo/bytes.yaml` (``--words``: `configs/demo/decompose.yaml`; ``--smollm2``:
-`configs/demo-smollm2.yaml`) with some keys set, and then `pd eval RUN --baselines --matched --attack 20`. What is
-finished is not run again: figures are kept in a JSON file, a line for each run. Start it in the background: 3,000
-steps on bytes take two to three minutes, 5,000 on words three to four, and 300 on SmolLM2 six, on two cores.
+`configs/demo-smollm2.yaml`) with some keys set, followed by `pd eval RUN --baselines --matched --attack 20`. Figures
+are kept in a JSON file, one line for each run, and finished runs are not repeated. Start it in the background: on two
+cores, 3,000 steps on bytes take two to three minutes, 5,000 on words three to four, and 300 on SmolLM2 six.
 """
 
 import argparse
@@ -239,14 +239,16 @@ def main() -> None:
     """Runs what is missing, then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--words", action="store_true", help="the demo, in place of its method on a model of bytes")
+    which.add_argument(
+        "--words", action="store_true", help="the demo itself, instead of its method on a model of bytes"
+    )
     which.add_argument("--smollm2", action="store_true", help="the MLP of SmolLM2's layer 28")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--seeds", default="0,1,2", help="numbers with commas between them")
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
     parser.add_argument("--only", action="append", metavar="VARIANT", help="may be repeated")
-    parser.add_argument("--out", type=Path, help="where runs are trained (default: runs/NAME_variants)")
-    parser.add_argument("--kept", type=Path, help="default: docs/measurements/NAME_variants.jsonl")
-    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--out", type=Path, help="folder for the runs (default: runs/NAME_variants)")
+    parser.add_argument("--kept", type=Path, help="file of results (default: docs/measurements/NAME_variants.jsonl)")
+    parser.add_argument("--table", action="store_true", help="run nothing; print the table")
     options = parser.parse_args()
     demo = SMOLLM2 if options.smollm2 else WORDS if options.words else BYTES
     unknown = [variant for variant in options.only or () if variant not in demo.variants]

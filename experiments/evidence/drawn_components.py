@@ -1,14 +1,15 @@
-"""Components of a run drawn at random, to be read: can a person say what each of them does?
+"""Draws components of a run at random and prints them for a reader: can a person say what each of them does?
 
     python -m experiments.evidence.drawn_components runs/p-1a2b3c4d
     python -m experiments.evidence.drawn_components runs/p-1a2b3c4d --seed 1 --components 20
     python -m experiments.evidence.drawn_components runs/p-1a2b3c4d --listed layers.3.mlp.down_proj:7
 
-Drawn are components of the run's newest harvest, of all sites, that fire at 0.1 to 5 % of the positions. Prints, as
-Markdown, on how few tokens all of these fire. Then, of each that is drawn, what its page has: how often it fires, the
-tokens at which it fires most, and the predictions that are raised most there. Then, for each sign of its activation by
-itself (the component writes in opposite directions): the firings of largest λ · |a|, a random sample of firings, and
-which predictions become more and less likely when it is masked off there. The token that fires is in brackets.
+Draws from the components of the run's newest harvest, at all sites, that fire at 0.1 to 5 % of the positions. The
+output is Markdown. It begins with how few tokens account for the firings of all these components. Each drawn component
+then gets what its page shows: how often it fires, on which tokens most, and which predictions rise most there. Each
+sign of its activation is listed by itself, because the component writes in opposite directions: the firings of largest
+λ · |a|, a random sample of firings, and the predictions that become more and less likely when it is zero-masked there.
+The token at which it fires is in brackets.
 """
 
 import argparse
@@ -34,9 +35,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--least", type=float, default=0.001, help="share of the positions")
     parser.add_argument("--most", type=float, default=0.05, help="share of the positions")
-    parser.add_argument("--examples", type=int, default=4, help="of each kind")
-    parser.add_argument("--listed", nargs="+", metavar="SITE:NUMBER", help="these, in place of a draw")
-    parser.add_argument("--places", type=int, default=64, help="firings at which a component is masked off; 0: none")
+    parser.add_argument("--examples", type=int, default=4, help="examples of each kind")
+    parser.add_argument("--listed", nargs="+", metavar="SITE:NUMBER", help="print these components instead of drawing")
+    parser.add_argument("--places", type=int, default=64, help="firings at which a component is zero-masked; 0: none")
     given = parser.parse_args()
     run = load_run(given.run, devices=1)
     harvest = run.harvest
@@ -110,7 +111,7 @@ def described(run: Run, site: str, number: int, n_examples: int, places: int) ->
         if sign in effects:
             for name, changed in (("Less", effects[sign].down), ("More", effects[sign].up)):
                 moved = ", ".join(f"`{o.name}` {o.before:.1%} → {o.after:.1%}" for o in changed[:6])
-                lines.append(f"- {name} likely when it is masked off: {moved or 'none'}")
+                lines.append(f"- {name} likely when it is zero-masked: {moved or 'none'}")
     return "\n".join(lines) + "\n"
 
 

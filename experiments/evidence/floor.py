@@ -1,26 +1,26 @@
-"""How far is a trained CI function from importances optimised for their batch, with as many components on?
+"""How far is a trained CI function from importances optimised for one batch, with equally many components on?
 
     python -m experiments.evidence.floor RUN --rows 8 --steps 200 --attack 20
     python -m experiments.evidence.floor RUN --rows 8 --steps 200 --attack 20 --against-attack
 
-Five choices are measured on one batch of held-out rows, all at the L0 of the run's λ. Each is read with what is off
-left out, with it at random, and under attack:
+Measures five choices of parts on one batch of held-out rows, all at the L0 of the run's λ. The parts that are off are
+left out, masked at random, and masked by an attack:
 
 - λ as masks: what the CI function gives from activations alone;
-- the same components, with importances that were optimised for this batch from λ, and from the choice by gradient:
-  what a better CI function could come to;
-- the best baseline, its parts chosen by activation as `pd eval --baselines` chooses them;
+- the same components, with importances optimised for this batch, starting from λ and from the choice by gradient: what
+  a better CI function could reach;
+- the best baseline, with parts chosen by activation, as in `pd eval --baselines`;
 - weighted singular vectors with importances optimised in the same way: whether the components are better parts.
 
-Importances are free numbers in [0, 1], one a part, position and site. In three quarters of the steps Adam lowers the
-errors with masks equal to them and with what is off at random, each over what it is at the start, and importance
-minimality with the run's own penalty (O3), weighted so that as many parts as λ has on stay above 0.1. Then exactly as
-many of the largest are kept, and the errors alone move these. So every L0 is the same. They begin at λ, and at the
-choice by gradient (B2), which baselines are optimised from alone. An attack is withstood only by what was optimised
-``--against-attack``: then sources that persist are a third reading.
+Importances are free numbers in [0, 1], one for each part, position and site. For three quarters of the steps, Adam
+lowers three terms: the error with the importances as masks, the error with the rest at random, each relative to its
+value at the start, and importance minimality with the run's own penalty (O3), weighted so that as many parts stay above
+0.1 as λ has on. Then exactly that many of the largest are kept, and only the errors move them, so every L0 is the same.
+The optimisation starts from λ, and from the choice by gradient (B2); for baselines, only from the latter. Only choices
+optimised ``--against-attack``, with persistent sources as a third reading, withstand an attack.
 
-Optimised importances know the clean output, which λ cannot. So they bound from above how much is lost in the CI
-function. Between components and singular vectors the comparison is even.
+Optimised importances know the clean output, which λ cannot. They are therefore an upper bound on how much is lost in
+the CI function. Components and singular vectors are compared on equal terms.
 """
 
 import argparse
@@ -241,7 +241,7 @@ def measure(folder: Path, n_rows: int, steps: int, rate: float, length: int, aga
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--rows", type=int, default=8, help="held-out rows, all in one batch (of a toy: draws)")
+    parser.add_argument("--rows", type=int, default=8, help="held-out rows, in one batch (of a toy: draws)")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--attack", type=int, default=20, help="steps of the attack")

@@ -1,12 +1,12 @@
-"""The gallery of the documentation: pages of the two demos, which a visitor can read before anything is installed.
+"""Builds the documentation's gallery: pages of the two demos, which visitors can read before they install anything.
 
     pd demo && pd demo --smollm2
-    pd harvest runs/p-5e6f7a8b --tokens 50e3                            # SmolLM2's; the demo's is there
+    pd harvest runs/p-5e6f7a8b --tokens 50e3                            # SmolLM2's; the demo has one
     pd graph RUN "def __init__(self, name):" && pd label RUN …          # graphs and labels, in either run
     python -m experiments.evidence.gallery --demo runs/p-1a2b3c4d --smollm2 runs/p-5e6f7a8b
 
-Writes `docs/gallery.zip`, which `make docs` unpacks into the site. Of each run it has the pages that `pd share site`
-makes of its labelled components, at most ``--most``, and of all its graphs. Refuses to write more than 3 MB.
+Writes `docs/gallery.zip`, which `make docs` unpacks into the site. For each run it has the pages that `pd share site`
+makes of at most ``--most`` labelled components and of all graphs. Refuses to write more than 3 MB.
 """
 
 import argparse

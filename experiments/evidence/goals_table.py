@@ -1,14 +1,14 @@
-"""What one training step of large decompositions needs on GPUs, compiled with none: memory, arithmetic, compile time.
+"""Compiles one training step of large decompositions for GPUs, without any: memory, arithmetic, compile time.
 
     pip install -e '.[probe]'
     python -m experiments.evidence.goals_table                    # every row, one after the other (minutes each)
-    python -m experiments.evidence.goals_table --only small       # rows whose name begins so
+    python -m experiments.evidence.goals_table --only small       # rows whose names begin with this
     python -m experiments.evidence.goals_table --only lean/27/64x64 --force --buffers 60
-    python -m experiments.evidence.goals_table --table            # print what is there
+    python -m experiments.evidence.goals_table --table            # print existing rows only
 
-A row is compiled in a process of its own, for the card as it is and for one with memory without end, and kept as
-<out>/<row>.json and <out>/<row>.txt (the buffers at the peak). A row is not measured again while the code of the core
-is what it was.
+Each row is compiled in a process of its own, once for the real card and once for one with unlimited memory. The results
+are <out>/<row>.json and <out>/<row>.txt (the buffers at the peak). A row is measured again only after the code of the
+core has changed.
 """
 
 import argparse
@@ -180,9 +180,9 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measures the rows that were asked for and are missing, each in a process of its own; then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="rows whose name begins so")
-    parser.add_argument("--force", action="store_true", help="measure again what is there")
-    parser.add_argument("--table", action="store_true", help="only print what is there")
+    parser.add_argument("--only", default="", help="only rows whose names begin with this")
+    parser.add_argument("--force", action="store_true", help="measure existing rows again")
+    parser.add_argument("--table", action="store_true", help="only print existing rows")
     parser.add_argument("--gpu", default="b200", help="a name in param_decomp_aot/gpus/cards.csv")
     parser.add_argument("--buffers", type=int, default=40, help="lines of the list of buffers")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "goals")

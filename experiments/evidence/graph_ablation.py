@@ -1,12 +1,12 @@
-"""Does a graph find what a prediction hangs on? Takes its most influential components out, beside random ones.
+"""Does a graph find what a prediction depends on? Takes out its most influential components, and random ones.
 
     python -m experiments.evidence.graph_ablation RUN                         # 20 prompts of 30 tokens
     python -m experiments.evidence.graph_ablation RUN --prompts 5 --nodes 10
 
-For each prompt, the beginning of a row of the run's held-out data: the graph of the most likely next token, then its
-logit (less the mean of all logits) without the ten components of largest influence, each at its own position, and
-without ten random ones that fire at the same positions, drawn five times. All others are at their importances.
-Prints a table as Markdown, with the time and the nodes of each graph and the largest resident memory.
+Each prompt is the beginning of a row of the run's held-out data. Makes the graph of the most likely next token, then
+measures its logit (less the mean of all logits) without the ten components of largest influence, each at its own
+position, and without ten random ones that fire at the same positions, drawn five times. All others are at their
+importances. Prints a table as Markdown, with the time and the nodes of each graph and the peak resident memory.
 """
 
 import argparse
@@ -28,8 +28,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--prompts", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=30, help="of a prompt")
-    parser.add_argument("--nodes", type=int, default=10, help="components taken out")
+    parser.add_argument("--tokens", type=int, default=30, help="tokens of a prompt")
+    parser.add_argument("--nodes", type=int, default=10, help="components to take out")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     run = load_run(given.run, devices=1)

@@ -1,12 +1,12 @@
-"""How many components does a prediction need? Graphs of importances optimised for their prompt, beside the run's own.
+"""How many components does a prediction need? Compares graphs with importances optimised for a prompt, and the run's.
 
     python -m experiments.evidence.graph_optimized RUN                        # 10 prompts of 30 tokens
     python -m experiments.evidence.graph_optimized RUN --prompts 5 --allowed 2
 
-For each prompt, the beginning of a row of the run's held-out data: components that fire and nodes of the graph, with
-the run's own importances and with those that `pd graph --optimize` finds; and of both the KL from the model's next
-token, with the other components at λ, at random (mean of 8 draws) and under attack (the worst of eight attacks of 20
-steps). Prints a table as Markdown, with the time and the largest resident memory.
+Each prompt is the beginning of a row of the run's held-out data. Counts the components that fire and the nodes of the
+graph, with the run's own importances and with those that `pd graph --optimize` finds. For both, measures the KL from
+the model's next token with the other components at λ, at random (mean of 8 draws) and under attack (the worst of eight
+attacks of 20 steps). Prints a table as Markdown, with the time and the peak resident memory.
 """
 
 import argparse
@@ -28,8 +28,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--prompts", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=30, help="of a prompt")
-    parser.add_argument("--allowed", type=float, default=1.0, help="errors, as multiples of those of the run's own")
+    parser.add_argument("--tokens", type=int, default=30, help="tokens of a prompt")
+    parser.add_argument("--allowed", type=float, default=1.0, help="allowed errors, as a multiple of the run's own")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Are the graphs of toys right, where it is known what they compute?
+"""Are the attribution graphs of toys right? Tests them where it is known what the network computes.
 
     python -m experiments.evidence.graph_truth RUN [RUN …]
 
-One feature is switched on, at 0.75, and its own output is followed back. At each site with a component for each
-feature, it should come from that feature's component (by the matching of `ground_truth`), and from nothing else with
-more than 5 % of the influence on components of these sites. A site with fewer components in use than features, such as
-the second matrix of a ResidMLP, may have any. Prints a table as Markdown.
+Sets one feature to 0.75 and follows its own output back. At each site with a component for each feature, the output
+should come from that feature's component (matched by `ground_truth`), and from no other with more than 5 % of the
+influence on components of these sites. A site with fewer components in use than features, such as the second matrix of
+a ResidMLP, may have any. Prints a table as Markdown.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Whether the head view names the head that does the induction in a trained model.
+"""Does the view of heads name the induction head of a trained model?
 
     python -m experiments.evidence.induction OUT               # half an hour on two cores
     python -m experiments.evidence.induction OUT --steps 800   # less trained
 
-Trains the small GPT-2 of `configs/families/gpt2_pretrain.yaml` on the standard library's text with an induction pattern
-planted in it: between its documents stand others, in which a random string of letters comes again and again. Begins a
-decomposition of all its attention matrices. On held-out strings, prints for each head its scores (rule H3), and how
-much worse the letters that come again are predicted without it: the rows of `o_proj` that read the head are zeroed.
-A folder that has the model already is measured again.
+Trains the small GPT-2 of `configs/families/gpt2_pretrain.yaml` on the standard library's text with a planted induction
+pattern: between its documents are others in which a random string of letters repeats. Starts a decomposition of all
+attention matrices. On held-out strings, prints the scores of each head (rule H3), and how much worse the repeated
+letters are predicted without it: the rows of `o_proj` that read the head are zeroed. If OUT has the model already, it
+is only measured.
 """
 
 import argparse
@@ -45,7 +45,7 @@ ROWS = 256
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=4000, help="of pretraining")
+    parser.add_argument("--steps", type=int, default=4000, help="steps of pretraining")
     given = parser.parse_args()
     out = given.out.resolve()
     run_folder = out / "runs" / "p-00000001"

@@ -1,14 +1,14 @@
-"""What does each matrix cost when it alone is masked? A decomposition, and parts that cost no training, site by site.
+"""What does each matrix cost when it alone is masked? Compares a decomposition with baselines, site by site.
 
     python -m experiments.evidence.one_site RUN --rows 4 --k 1,2,4,8,32
 
-Columns of the first table are KLs on held-out rows. In one the sites of that name are masked and all others are whole;
-in the last every site is. λ stands with its own L0, baselines with the k parts of largest activation at each site and
-position (B2). If the error with one site masked is near that with all, no other site can be what holds the
+The first table has KLs on held-out rows. In each column the sites of one name are masked, and all others are whole; in
+the last column, every site is masked. λ has its own L0; baselines have the k parts of largest activation at each site
+and position (B2). If the error with one site masked is near that with all masked, no other site limits the
 decomposition. If a baseline needs many parts at a single site, that matrix's work is spread over many directions, and
-no choice of few parts leaves little.
+no choice of few parts comes close.
 
-The second table has how often components are on: those that are on at more than half of the positions, and how many
+The second table says how often components are on: how many are on at more than half of the positions, and how many
 others ever are.
 """
 
@@ -103,8 +103,8 @@ def frequencies(importances: Masks) -> Iterator[list[str]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--rows", type=int, default=4, help="held-out rows, all in one batch")
-    parser.add_argument("--k", default="1,2,4,8,32", help="parts of a baseline, numbers with commas between them")
+    parser.add_argument("--rows", type=int, default=4, help="held-out rows, in one batch")
+    parser.add_argument("--k", default="1,2,4,8,32", help="numbers of parts of a baseline, comma-separated")
     given = parser.parse_args(arguments)
     try:
         ks = sorted({int(k) for k in given.k.split(",")})

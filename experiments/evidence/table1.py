@@ -1,14 +1,14 @@
 """Table 1 on the toy models: trains the targets, decomposes them, and writes docs/measurements/table1.md.
 
-Each run is `pd train` in a process of its own, in a run folder of its own, so what is interrupted goes on where it was
-and what is finished is not run again. The figures are kept in a JSON file beside the page, which outlives the run
-folders. Start it in the background; ask it at any time for the table of what is there:
+Each run is `pd train` in a process and a run folder of its own. Interrupted runs resume, and finished ones are not
+repeated. The figures are kept in a JSON file beside the page, which outlives the run folders. Start it in the
+background, and write the table of what is finished at any time:
 
     python experiments/evidence/table1.py                                  # everything that is sensible on two cores
     python experiments/evidence/table1.py --only tms_5-2 --seeds 0,1,2,3,4
-    python experiments/evidence/table1.py --only resid_mlp3 --until 20000  # as far as time allows; a later call goes on
+    python experiments/evidence/table1.py --only resid_mlp3 --until 20000  # stop here; a later call continues
     python experiments/evidence/table1.py --table                          # only write the table again
-    python experiments/evidence/table1.py --table --evaluate               # the same, of runs that are evaluated again
+    python experiments/evidence/table1.py --table --evaluate               # evaluate finished runs again, then write it
 """
 
 import argparse

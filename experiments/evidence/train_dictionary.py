@@ -1,13 +1,13 @@
-"""A small SAE or transcoder on a run's own model and text, in the format of SAELens: something to put beside the run.
+"""Trains a small SAE or transcoder on a run's own model and text, in SAELens' format, to compare with the run.
 
     python -m experiments.evidence.train_dictionary runs/p-1a2b3c4d saes/resid_post_2 \\
         --at blocks.2.hook_resid_post --k 32
     python -m experiments.evidence.train_dictionary runs/p-1a2b3c4d saes/transcoder_2 --at blocks.2.mlp.hook_in \\
         --to blocks.2.hook_mlp_out --sparsity 0.01
 
-With `--to` a transcoder (ReLU, with an L1 penalty on its latents times the lengths of their decoder vectors), else a
-top-k SAE. Adam, mean squared error, rows of the text that the run was trained on. Meant for the demos, where it takes a
-minute or two: no dead latents are brought back.
+With `--to` it is a transcoder (ReLU, with an L1 penalty on its latents times the lengths of their decoder vectors),
+without it a top-k SAE. Trained with Adam on the mean squared error, on rows of the text that the run was trained on.
+Meant for the demos, where it takes a minute or two: dead latents are not revived.
 """
 
 import argparse
@@ -89,13 +89,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--at", required=True, help="hook that it reads")
-    parser.add_argument("--to", help="of a transcoder, the hook that it writes")
-    parser.add_argument("--k", type=int, default=32, help="of an SAE, latents on at each position")
-    parser.add_argument("--sparsity", type=float, default=0.01, help="of a transcoder, weight of the penalty")
+    parser.add_argument("--at", required=True, help="hook to read")
+    parser.add_argument("--to", help="hook to write, for a transcoder")
+    parser.add_argument("--k", type=int, default=32, help="latents on at each position, for an SAE")
+    parser.add_argument("--sparsity", type=float, default=0.01, help="weight of the penalty, for a transcoder")
     parser.add_argument("--latents", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--rows", type=int, default=32, help="of text in a batch")
+    parser.add_argument("--rows", type=int, default=32, help="rows of text in a batch")
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
     run, reads = load_run(a.run), hook_of(a.at)

@@ -22,27 +22,31 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--seconds", type=float, default=2400.0, help="time for all of it (default: 2400)")
-    add("--part", dest="parts", action="append", choices=PARTS, help="measure this, and what it needs (default: all)")
+    add(
+        "--part",
+        dest="parts",
+        action="append",
+        choices=PARTS,
+        help="measure this part, and what it needs (default: all)",
+    )
     add("--json", type=Path, help="results (default: docs/measurements/gpu.json)")
     add("--page", type=Path, help="page (default: beside the results, .md)")
     add("--work", type=Path, help="logs, text, run (default: runs/gpu_day)")
-    add("--smollm2", type=Path, metavar="FOLDER", help="SmolLM2's weights, for want of a network")
+    add("--smollm2", type=Path, metavar="FOLDER", help="SmolLM2's weights, on a machine without a network")
     add("--text", type=Path, metavar="PATH", help="what to train on, as pd data tokenize takes it (default: the "
         "standard library's 475,000 tokens)")  # fmt: skip
-    add("--decompose-seconds", dest="decompose_s", type=float, metavar="S", help="how long the decomposition is to "
-        "take, in several calls maybe (default: what is left, up to 1800)")  # fmt: skip
+    add("--decompose-seconds", dest="decompose_s", type=float, metavar="S", help="how long the decomposition may "
+        "take, over several calls (default: what is left, up to 1800)")  # fmt: skip
     add("--beside", type=int, default=3, metavar="N", help="plans of pd probe to compile at once, after the "
         "measurements; 0: none (default: 3)")  # fmt: skip
     add("--toy", action="store_true", help="all of it at toy size, on a CPU")
     nothing = parser.add_mutually_exclusive_group()
-    nothing.add_argument(
-        "--page-only", action="store_true", help="measure nothing; write the page of what is in --json"
-    )
+    nothing.add_argument("--page-only", action="store_true", help="measure nothing; write the page from --json")
     nothing.add_argument(
         "--plans-only", action="store_true",
         help="measure nothing; add pd probe's plans of the steps in --json, on any machine, and write the page",
     )  # fmt: skip
-    add("--one", metavar="ITEM", help="measure this item alone, here, and print a line of JSON")
+    add("--one", metavar="ITEM", help="measure only this item, in this process, and print a line of JSON")
     add("--given", type=json.loads, default={}, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -66,14 +70,14 @@ def _asked(options: argparse.Namespace) -> Asked:
         raise UserError(f"--beside {options.beside}: should be 0 or more")
     for name in ("smollm2", "text"):
         if getattr(options, name) is not None and options.toy:
-            raise UserError(f"--{name}: --toy decomposes a target of its own, on text of its own")
+            raise UserError(f"--{name}: --toy has its own target and text")
     given: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(Asked)}
     given["parts"] = options.parts or PARTS
     work = given["work"] = options.work or ROOT / "runs" / ("gpu_day_toy" if options.toy else "gpu_day")
     file = given["json"] = options.json or (work if options.toy else ROOT / "docs" / "measurements") / "gpu.json"
     page = given["page"] = options.page or file.with_suffix(".md")
     if page.absolute() == file.absolute():
-        raise UserError(f"--json {options.json}: is where the page would be written; choose another name, or --page")
+        raise UserError(f"--json {options.json}: the page would be written there; choose another name, or --page")
     given |= {name: value.absolute() for name, value in given.items() if isinstance(value, Path)}
     return Asked(**given)
 
@@ -91,7 +95,7 @@ def _run(options: argparse.Namespace, asked: Asked) -> int:
         return run_day(asked)
     found = Results(asked.json).all
     if "machine" not in found:
-        raise UserError(f"{asked.json}: holds no results; measure first")
+        raise UserError(f"{asked.json}: has no results; measure first")
     if options.plans_only and (asked.toy or found["machine"].get("toy")):
         raise UserError("--plans-only: plans are for GPUs, and --toy measures on a CPU")
     try:

@@ -238,7 +238,7 @@ def run_day(asked: Asked) -> int:
     try:
         done = day.run()
     except KeyboardInterrupt:
-        print(f"stopped; {asked.json} has what was measured. The same command goes on.", flush=True)
+        print(f"stopped; {asked.json} has what was measured. Run the same command again to continue.", flush=True)
         return STOPPED
     found = day.results.all
     for links in (one for one in found["measured"].values() if "fits" in one):
@@ -249,7 +249,7 @@ def run_day(asked: Asked) -> int:
     if asked.beside and not asked.toy and day.without_plan():
         print("without a plan of pd probe yet: some steps; --plans-only adds them, here or elsewhere")
     if not done:
-        print(f"left: {', '.join(day.left())}. The same command goes on.", flush=True)
+        print(f"left: {', '.join(day.left())}. Run the same command again to continue.", flush=True)
     return 0 if done else STOPPED
 
 

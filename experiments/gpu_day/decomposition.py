@@ -57,7 +57,7 @@ def run(words: Sequence[str], extra: dict[str, str]) -> int:
 def prepare(item: Decomposition, asked: Asked) -> tuple[Path, Path]:
     """Returns the folders of weights and tokens, and makes those that are missing. Raises CannotFetch with advice."""
 
-    def need(what: str, *words: str, help_: str = "start again to try again") -> None:
+    def need(what: str, *words: str, help_: str = "run the command again to retry") -> None:
         if run(words, ON_CPU):
             raise CannotFetch(f"{what}; {help_}")
 

@@ -68,7 +68,7 @@ class Job:
         said = self._log.read_text(errors="replace")
         if "RESOURCE_EXHAUSTED" in said:
             return {"failed": "out of memory"}
-        last = (said.strip().splitlines() or ["nothing was said"])[-1][:500]
+        last = (said.strip().splitlines() or ["no output"])[-1][:500]
         return {"failed": f"status {self._process.returncode}, {self._log}: {last}", "unfinished": True}
 
     def end(self) -> None:

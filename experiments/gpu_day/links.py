@@ -1,11 +1,11 @@
-"""How long collectives between devices take: many in a row inside one compiled program, then latency and rate.
+"""Measures collectives between devices: many in a row inside one compiled program, then latency and rate.
 
     python -m experiments.gpu_day.links --json links.json                                 # this machine's cards
     srun --nodes=2 --ntasks-per-node=8 python -m experiments.gpu_day.links --nodes 2      # and between two nodes
 
-Each round of a program's loop is a collective or two, of what the one before has left, and at most one small kernel
-that makes it so (some 3 µs, which are in the latency). That the compiled program sends nothing else is read from its
-text as `pd probe` reads it: bytes and hops mean the same here and there (`param_decomp_aot/traffic.py`).
+Each round of a program's loop runs one or two collectives on the result of the round before, and at most one small
+kernel that ensures this order (some 3 µs, which are in the latency). The program's text, read as `pd probe` reads it,
+shows that nothing else is sent: bytes and hops have the same meaning in both (`param_decomp_aot/traffic.py`).
 """
 
 import argparse
@@ -226,9 +226,9 @@ def as_table(fits: Sequence[Fit]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=1, help="among which the devices are divided (default: 1)")
-    parser.add_argument("--largest", type=int, default=256, help="MiB of the largest message (default: 256)")
-    parser.add_argument("--json", type=Path, help="write what was found here as well")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that the devices belong to (default: 1)")
+    parser.add_argument("--largest", type=int, default=256, help="largest message in MiB (default: 256)")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="for several processes without Slurm")
     parser.add_argument("--processes", type=int)
     parser.add_argument("--process-id", type=int)
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with joined(options.coordinator, options.processes, options.process_id) as processes:
             devices = len(jax.devices())
             if devices < 2:
-                raise UserError("there is one device here, and nothing to send to")
+                raise UserError("only one device here: there is nothing to send to")
             if options.nodes < 1 or devices % options.nodes:
                 raise UserError(f"--nodes {options.nodes}: should divide the number of devices, {devices}")
             found = measure_links(Links(name="links", parts=(), expected_s=0.0, sizes=sizes, nodes=options.nodes))

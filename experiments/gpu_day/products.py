@@ -1,4 +1,4 @@
-"""V U of Δ on the card, in every way in which it could be computed: its time, and its error against float64."""
+"""Measures V U of Δ on the card, in every way to compute it: its time, and its error against float64."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

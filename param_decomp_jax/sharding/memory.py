@@ -14,7 +14,7 @@ Intermediate = Literal[
 INTERMEDIATES: dict[Intermediate, str] = {
     "logits": "causal importance logits [tokens, C] of every site; recomputed: made where a site is masked (lazy)",
     "layers": "everything else inside a layer of a masked forward; recomputed: a layer keeps its input alone",
-    "attention": "what attention gives, in a masked forward whose layers are recomputed",
+    "attention": "outputs of attention, in a masked forward whose layers are recomputed",
     "site_outputs": "outputs of the live sites, in a masked forward whose layers are recomputed",
     "attack_outputs": "the same in the forwards of an attack, which keep nothing beyond one ascent",
     "site_inputs": "what a global CI function reads on the clean pass; recomputed: from each layer's clean input",

@@ -368,7 +368,7 @@ def check_numbers(config: TransformerConfig) -> None:
         e = config.experts
         positive |= {"experts.n": e.n, "experts.per_token": e.per_token, "experts.d_mlp": e.d_mlp}
         if e.per_token > e.n:
-            raise UnsupportedConfig(f"a token takes {e.per_token} of {e.n} experts; at most all of them")
+            raise UnsupportedConfig(f"a token takes {e.per_token} experts, but there are {e.n}")
     for name, value in positive.items():
         if type(value) in (int, float) and not (math.isfinite(value) and value > 0):
             raise UnsupportedConfig(f"{name}: should be a positive number, not {value}")

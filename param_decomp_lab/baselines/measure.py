@@ -75,7 +75,7 @@ def compare(
     for stack in stacks:
         if stack.experts is not None or stack.lookup:
             what = "an embedding" if stack.lookup else "experts' matrices"
-            raise UserError(f"--baselines: {stack.name} is {what}, of which no baselines are computed")
+            raise UserError(f"--baselines: {stack.name} is {what}, for which there are no baselines")
     work = Measurement(run, batches, others, lengths, seed, matched_only, choice)
     points = []
     progress("the decomposition")

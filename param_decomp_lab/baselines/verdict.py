@@ -17,9 +17,9 @@ def verdict(found: Comparison) -> str:
 
     def harder(point: BaselinePoint) -> str:
         over = ratios(point)
-        text = f"with what is off at random {over['random']} times"
+        text = f"with the parts that are off masked at random, {over['random']} times"
         if found.lengths:
-            text += f", after {found.lengths[-1]} steps of attack {over['attack']} times"
+            text += f", and after {found.lengths[-1]} steps of attack {over['attack']} times"
         return text
 
     text = (

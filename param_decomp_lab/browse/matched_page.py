@@ -25,8 +25,8 @@ KEPT = 4
 PAGE, SITES, RUNS = 50, 200, 200
 TOKENS, OUTPUTS, EXAMPLES = 12, 6, 6
 WAITING = (
-    "Matching components: a few seconds for the first site, since the weights of both runs are read, and more with "
-    "many components. This page asks again by itself."
+    "Matching components. The first site takes a few seconds, because the weights of both runs are read, and more with "
+    "many components. This page reloads by itself."
 )
 
 
@@ -298,10 +298,10 @@ def _why_unmatched(opened: Opened, other: Opened, found: MatchedSite, number: in
     if not opened.harvest.component(found.site, number)["firings"]:
         return "It fires nowhere in this harvest, and only components that fire are matched."
     if not found.assigned:
-        return f"No component of {other.run} is its nearest and has it as its own nearest."
+        return f"It has no mutual nearest neighbour in {other.run}."
     return (
         f"{found.firing[0]:,} components of {opened.run} fire at this site, and {found.firing[1]:,} of {other.run}: "
-        "those that would add least to the sum of the similarities have no partner."
+        "those that would add the least to the sum of similarities have no partner."
     )
 
 

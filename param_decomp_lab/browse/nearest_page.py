@@ -12,9 +12,7 @@ from param_decomp_lab.harvest.files.overlap import nearest_by_firing, overlap, s
 
 SHOWN = 12
 """Components of each list."""
-WAITING = (
-    "Reading the weights: a few seconds the first time, and more with a large model. This page asks again by itself."
-)
+WAITING = "Reading the weights: a few seconds the first time, and more with a large model. This page reloads by itself."
 CO_FIRING = 512
 """Co-firing components among which those of largest Jaccard index are shown."""
 

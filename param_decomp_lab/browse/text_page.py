@@ -11,7 +11,7 @@ from param_decomp_lab.browse.text_worker import LONGEST, ComponentAnswer, Compon
 from param_decomp_lab.ui.cards import context
 
 PATIENCE_S = 0.7
-"""How long a request waits; the page then asks again by itself."""
+"""How long a request waits; the page then reloads by itself."""
 SPAN = 24
 """Tokens of a page."""
 COMPONENTS = 12
@@ -26,7 +26,7 @@ ORDERS = {"both": "λ · |a|", "importance": "λ", "activation": "|a|"}
 
 WAITING = (
     "Working on it; the first prompt starts JAX and compiles, which takes a few seconds and more with a large model. "
-    "This page asks again by itself."
+    "This page reloads by itself."
 )
 
 

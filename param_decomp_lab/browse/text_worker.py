@@ -340,7 +340,7 @@ class TextWorker:
             return None
         except (EOFError, OSError) as error:
             self._answers.pop(question, None)
-            return TextAnswer(wrong=f"the process that runs texts has ended ({error or 'without a word'}); ask again")
+            return TextAnswer(wrong=f"the process that runs texts ended ({error or 'without a message'}); try again")
 
     def _question(self, question: Question) -> AnyAnswer:
         if self._process is None or not self._process.is_alive():

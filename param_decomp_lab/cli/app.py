@@ -153,12 +153,14 @@ def _what_the_system_refuses(error: OSError) -> tuple[str, int]:
     if error.errno == errno.ENAMETOOLONG:
         return f"the name is too long for a file{shortened(name, 300)}; choose a shorter one", 2
     if error.errno in (*FULL_ERRORS, errno.EROFS):
-        then = "free some space and start again" if error.errno in FULL_ERRORS else "start again where it can be"
+        then = (
+            "free some space and start again" if error.errno in FULL_ERRORS else "start again on a writable file system"
+        )
         return f"nothing more can be written{name} ({error.strerror}); {then}", 1
     try:
         os.getcwd()
     except OSError:
-        return "the current folder does not exist any more; change to one that does (cd)", 2
+        return "the current folder no longer exists; cd to one that does", 2
     return "", 1
 
 

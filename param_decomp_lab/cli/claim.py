@@ -17,8 +17,8 @@ def claim(
         list[str],
         typer.Option(
             metavar="TEXT",
-            help="The text in front of the token; may be repeated. What stands before it, and which tokens it is made "
-            "of, does not matter.",
+            help="The text in front of the token; may be repeated. Anything may come before it, and it may be split "
+            "into tokens in any way.",
             show_default=False,
         ),
     ],
@@ -32,7 +32,9 @@ def claim(
     controls: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Draw N times as many other components of the same sites that fire after the text."
+            min=0,
+            metavar="N",
+            help="As controls, draw N times as many other components of the same sites that fire after the text.",
         ),
     ] = 0,
     exceptions: Annotated[

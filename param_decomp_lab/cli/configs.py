@@ -49,7 +49,7 @@ def configs(
     if not names:
         every = shipped()
         for title, command in (("runs, for `pd train`", "train"), ("networks to train, for `pd pretrain`", "pretrain")):
-            table = plain_table(title, ("name", "left"), ("what it is", "wrap"))
+            table = plain_table(title, ("name", "left"), ("description", "wrap"))
             for one in every:
                 if one.command == command:
                     table.add_row(one.name, one.about)

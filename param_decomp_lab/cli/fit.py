@@ -29,7 +29,8 @@ def fit(
         Path | None, typer.Option(help="The wrapper to write. Default: beside CONFIG, with the GPUs in its name.")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="With --for speed: ask nothing new after so long.", show_default=False)
+        float | None,
+        typer.Option(min=0, help="With --for speed: try nothing new after this many minutes.", show_default=False),
     ] = None,
     mem_fraction: Annotated[float, typer.Option(help="As in `pd probe`.")] = MEM_FRACTION,
     margin_gib: Annotated[float, typer.Option(help="As in `pd probe`.")] = MARGIN_GIB,
@@ -37,18 +38,18 @@ def fit(
     """Find the fastest or the largest run of a configuration that fits on given GPUs, and write the configuration to
     start it with.
 
-    `--for speed` (the default): of the configuration's batch, the layout with the shortest predicted step. Chosen are
-    the mesh, what is held, what is saved, blocks and micro-batches (docs/probe.md).
+    `--for speed` (the default) finds the layout with the shortest predicted step for the configuration's batch: the
+    mesh, what is held, what is saved, blocks and micro-batches (docs/probe.md).
     `--vary` restricts or extends that: `mesh=1x64x1,8x8x1` (replica x fsdp x tensor), `memory=balanced,lean` (presets
     as they are), or any key of the configuration. What `--set` gives is not changed.
 
-    `--for batch`: the largest batch that fits, of every combination of `--vary batch=64..2048` (doubling),
-    `seq=512,2048`, meshes, presets and other keys, by bisection; best is what takes most tokens in a step, then what is
-    fastest. Without `--vary`: 1 to 64 rows on each GPU, and the presets.
+    `--for batch` finds the largest batch that fits, by bisection, for every combination of `--vary batch=64..2048`
+    (doubling), `seq=512,2048`, meshes, presets and other keys. The best takes the most tokens in a step; among equals,
+    it is the fastest. Without `--vary`: 1 to 64 rows on each GPU, and the presets.
 
-    `pd probe` is asked about several runs at a time; what was asked before is in its cache, so an interrupted search
-    continues where it was. Written are a wrapper, its schema file under `torch/`, and a figure of all that was asked.
-    The status is 3 when nothing fits.
+    Several runs are probed at a time, as by `pd probe`. Its cache keeps the answers, so an interrupted search continues
+    where it was. The command writes a wrapper, its schema file under `torch/`, and a figure of all runs it probed. The
+    status is 3 when nothing fits.
 
     Examples:
 

@@ -67,7 +67,7 @@ def harvest(
         stop.must_save()
         found = collect(opened, request, share, console, stop)
     if stop.requested and found is None:
-        console.print("stopped and saved; the same command goes on from here", highlight=False)
+        console.print("stopped and saved; run the same command again to continue", highlight=False)
         raise typer.Exit(STOPPED)
     if found is not None:
         console.print(str(found), highlight=False, soft_wrap=True)

@@ -25,7 +25,7 @@ def label(
         str, typer.Option(metavar="NAME", help="Environment variable that holds the server's key.")
     ] = "OPENAI_API_KEY",
     max_cost: Annotated[
-        float, typer.Option(min=0, help="Dollars that may be spent on this run in all, earlier commands included.")
+        float, typer.Option(min=0, help="Most dollars to spend on this run, earlier commands included.")
     ] = 1.0,
     sites: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Sites; may be repeated. Default: all.")
@@ -54,7 +54,7 @@ def label(
         int, typer.Option(min=2, max=200, help="Texts of each class to judge, for each component and score.")
     ] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the choice of texts to judge.")] = 0,
-    parallel: Annotated[int, typer.Option(min=1, max=256, help="Requests at a time.")] = 8,
+    parallel: Annotated[int, typer.Option(min=1, max=256, help="Requests in flight at once.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer; models that think first need more.")] = 400,
     temperature: Annotated[
         float | None, typer.Option(min=0, max=2, help="Default: the server's.", show_default=False)
@@ -123,7 +123,7 @@ def label(
         else:
             ended = give_scores(labelled, endpoint, request, wanted, console, stop)
     if ended == "stopped":
-        console.print("stopped; the same command goes on from here", highlight=False)
+        console.print("stopped; run the same command again to continue", highlight=False)
         raise typer.Exit(STOPPED)
     if ended == "cap":
         raise typer.Exit(1)

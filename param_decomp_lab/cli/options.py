@@ -23,14 +23,13 @@ TargetFolder = Annotated[
 # ---- several processes ----
 
 Coordinator = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Where process 0 of several listens.", show_default=False)
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Address at which process 0 of several listens.", show_default=False),
 ]
 ProcessCount = Annotated[
     int | None, typer.Option(min=1, help="Number of processes; 1 even in a Slurm job.", show_default=False)
 ]
-ProcessNumber = Annotated[
-    int | None, typer.Option(min=0, help="Which of them this one is, from 0.", show_default=False)
-]
+ProcessNumber = Annotated[int | None, typer.Option(min=0, help="Number of this process, from 0.", show_default=False)]
 
 # ---- GPUs that are not here ----
 

@@ -23,7 +23,7 @@ def probe(
     overrides: Overrides = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the answer to this file.")] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Draw the memory over the course of the step: a page, and a PNG beside it.")
+        Path | None, typer.Option(help="Draw memory over the course of the step: a page, and a PNG beside it.")
     ] = None,
     mem_fraction: Annotated[float, typer.Option(help="Share of the GPU's memory that JAX may take.")] = MEM_FRACTION,
     margin_gib: Annotated[
@@ -40,7 +40,7 @@ def probe(
 
     How long a step takes is predicted from what it computes and moves, at rates that such GPUs reach (docs/probe.md).
 
-    The last line is the verdict. The status is 0 when the run fits, 3 when it does not, another when nobody can say.
+    The last line is the verdict. The status is 0 when the run fits, 3 when it does not, another when that is unknown.
 
     Examples:
 

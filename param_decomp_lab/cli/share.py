@@ -13,7 +13,7 @@ from param_decomp_lab.ui.console import PlainConsole
 if TYPE_CHECKING:
     from param_decomp_lab.share.readers import Reader
 
-app = typer.Typer(no_args_is_help=True, help="What others can open of a run: in other tools' formats, or as pages.")
+app = typer.Typer(no_args_is_help=True, help="Export a run for others to open: in other tools' formats, or as pages.")
 
 Out = Annotated[Path, typer.Option(help="Folder to make.", show_default=False)]
 Overwrite = Annotated[bool, typer.Option(help="Replace a folder that `pd share` has made.")]
@@ -217,20 +217,18 @@ def site(
     most: Annotated[int, typer.Option(min=1, help="Components of the default choice.")] = 300,
     examples: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="At most so many in each list of a component's page. Default: all.", show_default=False
-        ),
+        typer.Option(min=1, help="Most examples in each list of a component's page. Default: all.", show_default=False),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(min=1, help="At most so many tokens of an example. Default: all.", show_default=False)
+        int | None, typer.Option(min=1, help="Most tokens of an example. Default: all.", show_default=False)
     ] = None,
     harvest: HarvestName = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Copy pages of `pd browse` into a folder of HTML files, which need no server: open OUT/index.html, or publish OUT.
 
-    The copy has the run's page, its sites, the chosen components, their groups, and graphs. What is not in it is not
-    linked. Labels are shown with their authors.
+    The copy has the run's page, its sites, the chosen components, their groups, and graphs. Pages that are not
+    copied are not linked. Labels are shown with their authors.
 
     Examples:
 
@@ -289,7 +287,7 @@ def _next_step(reader: "Reader", out: Path) -> str:
     if reader.source_set:
         return f"{said}; examples come from its source set {reader.source_set}"
     if reader.features_url:
-        return f"{said}; examples come from {reader.features_url}, to be hosted with leave for other sites (CORS)"
+        return f"{said}; examples come from {reader.features_url}, which must allow requests from other sites (CORS)"
     return f"{said}; without --features-url or --source-set it has no examples"
 
 

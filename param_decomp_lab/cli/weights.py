@@ -33,7 +33,7 @@ def fetch(config: Config, overrides: Overrides = None) -> None:
         raise UserError(f"{source.where}: {source.missing()}")
     folder = fetch_target(source, console)
     if not folder.is_dir():
-        raise UserError(f"target.folder: {folder} is not there; nothing of it can be fetched")
+        raise UserError(f"target.folder: {folder} is a local folder that does not exist; there is nothing to fetch")
     console.print(str(folder), soft_wrap=True, highlight=False)
 
 

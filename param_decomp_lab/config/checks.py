@@ -106,7 +106,7 @@ def _one_optimizer(wrapper: Wrapper, method: MethodFile) -> Iterator[Mistake]:
         ("ci_fn", chosen.ci_fn, method.pd.ci_fn_optimizer),
     ):
         if name != "adamw" and own.type != "adamw":
-            instead = f"is {name}, in place of AdamW, but pd.{key}_optimizer is {own.type}"
+            instead = f"is {name}, not AdamW, but pd.{key}_optimizer is {own.type}"
             yield Mistake(f"memory.optimizers.{key}", f"{instead}; remove one of the two")
 
 
@@ -376,8 +376,8 @@ def _split_warnings(wrapper: Wrapper, method: MethodFile) -> Iterator[str]:
             if target.C % parts:
                 near = target.C + -target.C % parts
                 yield (
-                    f"pd.{name}.{n}.C: is {target.C}, no multiple of fsdp x tensor ({parts}): V, U and their moments "
-                    f"are not split over all of these devices; {near} would be"
+                    f"pd.{name}.{n}.C: is {target.C}, not a multiple of fsdp x tensor ({parts}): V, U and their "
+                    f"moments are not split over all of these devices; {near} would be"
                 )
 
 

@@ -87,7 +87,7 @@ class TransformerCIConfig(Strict):
     def _heads(self) -> Iterator[Wrong]:
         heads = self.attn_config.n_heads
         if self.d_model % heads:
-            yield "d_model", f"is {self.d_model}, no multiple of attn_config.n_heads ({heads})"
+            yield "d_model", f"is {self.d_model}, not a multiple of attn_config.n_heads ({heads})"
         elif self.d_model // heads % 2:
             size = self.d_model // heads
             yield "d_model", f"gives heads of width {size}; rotary embedding needs an even width"

@@ -148,7 +148,7 @@ def load_config(
     try:
         method = _mapping(read, wrapper.model.torch_config, f"torch_config of {path}", wrong)
         if "torch_config" in method and "pd" not in method:
-            named = f"{wrapper.model.torch_config}: is a wrapper, and not the schema file that torch_config should be"
+            named = f"{wrapper.model.torch_config}: is a wrapper; torch_config should name a schema file"
             raise UserError(named)
     except Unread:
         raise ConfigError([*wrong, *wrong_in_wrapper, *wrapper.lines]) from None

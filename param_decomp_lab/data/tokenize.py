@@ -87,7 +87,7 @@ def make_plan(
     does not exist, or has no BOS although one is wanted.
     """
     if bos and settings.row_starts:
-        raise UserError("bos: rows that are taken as they are get no token put before them; leave it out")
+        raise UserError("bos: rows are taken as they are, so no token is put before them; leave it out")
     found = None if tokenizer is None else load_tokenizer(tokenizer)
     begins = chosen_bos(found, bos, of_text=not settings.column.tokenized)
     if found is None:

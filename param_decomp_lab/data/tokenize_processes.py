@@ -163,8 +163,8 @@ def _in_processes(plan: TokenizePlan, work: Unfinished, todo: _Todo, processes: 
             progress.show(shared[0], shared[1])
     except BrokenProcessPool as error:
         raise CannotWrite(
-            "a process that tokenized was killed, perhaps for want of memory: take fewer (--processes); the same "
-            "command goes on from here"
+            "a tokenizing process was killed, perhaps because memory ran out: take fewer (--processes) and run the "
+            "same command again to continue"
         ) from error
     finally:
         shared[2] = 1

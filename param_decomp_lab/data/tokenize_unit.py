@@ -171,7 +171,7 @@ class _Documents:
         assert isinstance(ids, np.ndarray)
         if len(ids) < seq_len:
             return BadRecord(
-                f"{document.source}: has a row of {len(ids)} token ids, and rows of {seq_len} are asked for"
+                f"{document.source}: has a row of {len(ids)} token ids, fewer than the {seq_len} of --seq-len"
             )
         return Document(document.source, ids[:seq_len])
 

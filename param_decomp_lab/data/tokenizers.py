@@ -240,7 +240,7 @@ def chosen_bos(tokenizer: Tokenizer | None, wanted: bool | None, *, of_text: boo
     if not wanted:
         return None
     if tokenizer is None:
-        raise UserError("bos: which token begins a text is known of a tokenizer alone; give the one of these token ids")
+        raise UserError("bos: only a tokenizer says which token begins a text; give the one that made these token ids")
     if tokenizer.bos is None:
         raise UserError(
             f"bos: the tokenizer {tokenizer.name} has no token that begins a text (a bos_token in {TOKENIZER_CONFIG}); "

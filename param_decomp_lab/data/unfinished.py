@@ -140,8 +140,8 @@ def _has_plan(found: Unfinished, plan: TokenizePlan, *, overwrite: bool) -> bool
     changes = _changes(theirs, json.loads(ours))
     if changes and found.done() and not overwrite:
         raise UserError(
-            f"{found.out} was begun with another plan ({'; '.join(first_few(changes))}); go on with that one, or "
-            "give its work up with --overwrite"
+            f"{found.out} was begun with another plan ({'; '.join(first_few(changes))}); continue with that one, or "
+            "discard its work with --overwrite"
         )
     return not changes and found.data.is_dir()
 

@@ -70,10 +70,10 @@ def _check_arrays(arrays: CheckpointArrays, found: FoundCheckpoint, item: Path) 
     wrong = sorted(name for name in {*expected, *arrays.shapes} if expected.get(name) != arrays.shapes.get(name))
     if wrong:
         here, then = arrays.shapes.get(wrong[0]), expected.get(wrong[0])
-        raise UserError(f"{item}: {wrong[0]} is {here}, and {then} by the configuration ({len(wrong)} such)")
+        raise UserError(f"{item}: {wrong[0]} is {here}, but the configuration implies {then} ({len(wrong)} such)")
     other = sorted(name for name, dtype in arrays.dtypes.items() if dtype != np.float32)
     if other:
-        raise UserError(f"{item}: {other[0]} is {arrays.dtypes[other[0]]}, where float32 is written")
+        raise UserError(f"{item}: {other[0]} is {arrays.dtypes[other[0]]}, not float32")
 
 
 def _order(found: FoundCheckpoint, name: str) -> tuple[int, int, str]:

@@ -55,7 +55,9 @@ def average_attributions(
     same options is returned. Raises UserError for a harvest of another step, and CannotWrite."""
     request = request or AverageRequest()
     if harvest.plan.step != run.step:
-        raise UserError(f"{harvest.folder} is of step {harvest.plan.step}, and not of step {run.step}, which is open")
+        raise UserError(
+            f"{harvest.folder} is of step {harvest.plan.step}, but the open checkpoint is of step {run.step}"
+        )
     rows = min(request.rows, harvest.plan.rows)
     options = AverageOptions(rows, request.largest, request.least_firings)
     out = harvest.folder / AVERAGES / options.name

@@ -34,7 +34,7 @@ def graph_of_prompt(
     """`Run.graph`."""
     values, ids = read_prompt(run, prompt) if isinstance(prompt, str) else (np.asarray(prompt), None)
     if values.ndim != 1:
-        raise UserError(f"a graph is about one row of inputs, not about {list(values.shape)}")
+        raise UserError(f"a graph takes one row of inputs, not {list(values.shape)}")
     of_text = run.is_language_model
     if ids is None:
         ids = values.tolist() if of_text else np.flatnonzero(values).tolist()

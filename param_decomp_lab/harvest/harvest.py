@@ -119,8 +119,8 @@ def _watched(folder: Path) -> Iterator[Callable[[], None]]:
         became = what_became_of(folder, descriptor)
         if became is not None:
             raise CannotWrite(
-                f"the run folder {folder} {became} during the harvest, of which nothing more is saved; what it had "
-                "saved went with the folder. Start it again where the run is now"
+                f"the run folder {folder} {became} during the harvest, so nothing more is saved; what had been saved "
+                "moved with the folder. Start the harvest again where the run is now"
             )
 
     try:
@@ -224,7 +224,7 @@ def _wait_for_others(plan: HarvestPlan, work: Path, report: Callable[[int], None
         if time.time() - newest > SILENCE_S:
             raise CannotWrite(
                 f"{plan.n_blocks - len(done)} of {plan.n_blocks} blocks are not done, and no process has saved for "
-                f"{SILENCE_S / 60:.0f} minutes; start all of them again, what is done is kept in {work}"
+                f"{SILENCE_S / 60:.0f} minutes; start all of them again (finished blocks are kept in {work})"
             )
         if stop():
             return False

@@ -156,8 +156,8 @@ def _named_if_damaged(saved: Path) -> Iterator[None]:
         BadZipFile,
     ) as error:
         raise UserError(
-            f"{saved} is damaged ({type(error).__name__}: {error}), and the harvest cannot go on from it; remove "
-            f"{saved.parent.parent}, whose part of the work is then done again"
+            f"{saved} is damaged ({type(error).__name__}: {error}), so the harvest cannot continue from it; remove "
+            f"{saved.parent.parent}, and its part of the work is done again"
         ) from error
 
 

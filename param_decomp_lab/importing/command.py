@@ -109,8 +109,8 @@ def _layout(problem: Problem, paths: dict[str, str], files: RunFiles) -> Checkpo
         tables = [site.name for site in sites.all if site.lookup]
         if tables:
             raise UserError(
-                f"{files.source}: {', '.join(tables)} is an embedding, of which the CI function there reads the "
-                "components' activations, and here the rows (F7); such a run cannot be imported"
+                f"{files.source}: {', '.join(tables)} is an embedding: the CI function there reads its components' "
+                "activations, the one here its rows (F7), so the run cannot be imported"
             )
     with errors:
         if not isinstance(config, LayerwiseMLP | GlobalMLP | GlobalTransformer):
@@ -130,10 +130,10 @@ def _options_it_lacked(config: CIConfig) -> list[str]:
 
 def _refuse_other_sites(sites: Sites, paths: dict[str, str], files: RunFiles) -> None:
     ours = {site.name for site in sites.all}
-    lines = [f"{name}: is in the configuration alone" for name in sorted(ours - paths.keys())]
-    lines += [f"{name}: is in the checkpoint alone" for name in sorted(paths.keys() - ours)]
+    lines = [f"{name}: is only in the configuration" for name in sorted(ours - paths.keys())]
+    lines += [f"{name}: is only in the checkpoint" for name in sorted(paths.keys() - ours)]
     if lines:
         told = "\n  ".join(first_few(lines))
         raise UserError(
-            f"{files.checkpoint}: has other sites than {files.configuration.name} chooses of the target:\n  {told}"
+            f"{files.checkpoint}: its sites are not those that {files.configuration.name} chooses:\n  {told}"
         )

@@ -67,8 +67,8 @@ def _configuration(names: Iterable[str], where: str) -> str:
         return found[0]
     if there & {"launch_config.yaml", "ckpts"}:
         raise UserError(
-            f"{where}: is a run of JAX, and not one of the PyTorch project before that trained with JAX, which has "
-            "model_<step>.pth"
+            f"{where}: was trained with JAX; only earlier runs of the PyTorch project, which have model_<step>.pth, "
+            "can be imported"
         )
     raise UserError(f"{where}: is not a run of the PyTorch project: it has none of {', '.join(CONFIGURATIONS)}")
 

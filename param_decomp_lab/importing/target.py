@@ -171,7 +171,7 @@ def _refuse_another(
         lines = list(_differences(stored, architecture, tensors))
     if lines:
         told = "\n  ".join(first_few(lines))
-        raise UserError(f"{folder}: holds other weights than those that {checkpoint} decomposes:\n  {told}")
+        raise UserError(f"{folder}: its weights are not those that {checkpoint} decomposes:\n  {told}")
 
 
 def _class(config: RunConfig) -> str:

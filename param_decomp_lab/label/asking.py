@@ -166,15 +166,15 @@ class Asker:
             )
         elif (reply.retry_after or 0) > LONGEST_RETRY_AFTER_S:
             self._failure = CannotFetch(
-                f"{self._endpoint.address} says to come back in {duration(reply.retry_after or 0)} ({reply.text}); "
-                "the same command goes on from here"
+                f"{self._endpoint.address} asks to wait {duration(reply.retry_after or 0)} ({reply.text}); then run "
+                "the same command again to continue"
             )
         elif tries >= TRIES:
             if others_succeed:
                 return "failed", None
             self._failure = CannotFetch(
-                f"{self._endpoint.address} has not answered in {TRIES} tries: {reply.text}; the same command goes on "
-                "from here"
+                f"{self._endpoint.address} has not answered in {TRIES} tries: {reply.text}; run the same command "
+                "again to continue"
             )
         return "again", None
 

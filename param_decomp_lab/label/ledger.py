@@ -142,7 +142,7 @@ def open_ledger(run_folder: Path, cap: int, console: Console) -> Iterator[Ledger
             try:
                 database.executescript("PRAGMA synchronous = FULL;" + _TABLE)
             except sqlite3.DatabaseError as error:
-                raise UserError(f"{file} cannot be read ({error}); without it nobody knows what was spent") from error
+                raise UserError(f"{file} cannot be read ({error}), so what was spent is unknown") from error
             yield Ledger(database, file, cap)
         finally:
             database.close()

@@ -41,7 +41,7 @@ def find_run(folder: Path, step: int | None) -> LabelledRun:
     folder = folder.resolve()
     if (folder / PLAN_FILE).is_file():
         if folder.parent.name != HARVESTS:
-            raise UserError(f"{folder} is a harvest without its run, beside which labels would be kept")
+            raise UserError(f"{folder} is a harvest without its run, where labels are kept")
         harvest, run = Harvest(folder), folder.parent.parent
         if step not in (None, harvest.plan.step):
             raise UserError(f"{folder} is of step {harvest.plan.step}, not {step}")

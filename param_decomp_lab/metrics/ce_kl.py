@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from param_decomp_lab.metrics.snapshot import Snapshot
 
 MASKINGS = {
-    "unmasked": "every component on",
-    "ci_masked": "mask = causal importance",
-    "rounded_masked": "only components above the threshold",
-    "stoch_masked": "unimportant ones scaled at random",
-    "random_masked": "everything scaled at random",
-    "zero_masked": "every component off",
+    "unmasked": "all masks 1",
+    "ci_masked": "masks are the causal importances λ",
+    "rounded_masked": "masks are λ, rounded at the threshold",
+    "stoch_masked": "random masks between λ and 1",
+    "random_masked": "random masks between 0 and 1",
+    "zero_masked": "all masks 0",
 }
 """The maskings in the order of the table, with descriptions."""
 
@@ -44,7 +44,7 @@ class CEandKLLosses(Metric):
     meanings: ClassVar = {
         "eval/ce_kl/kl_": "divergence from the target's prediction, nats per position",
         "eval/ce_kl/ce_difference_": "cross-entropy minus the target's, nats per token",
-        "eval/ce_kl/ce_unrecovered_": "that as a share of the damage of switching everything off",
+        "eval/ce_kl/ce_unrecovered_": "the ce difference as a share of the zero-masked one",
         "eval/ce_kl/ce_target": "cross-entropy of the target itself, nats per token",
     }
 

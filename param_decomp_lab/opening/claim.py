@@ -239,7 +239,7 @@ def _log_probabilities(
         logits = run.logits(batch, masks or None, delta=1.0 if masks else 0.0)
         found.append(np.asarray(_log_probability(logits, token))[:n])
         if not np.isfinite(found[-1]).all():
-            raise UserError("the model gives no finite probabilities with these components; a smaller --scale may")
+            raise UserError("probabilities are not finite with these components; try a smaller --scale")
         tell()
     return np.concatenate(found)
 

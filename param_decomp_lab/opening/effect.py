@@ -39,7 +39,7 @@ class ChangedOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Effect:
-    """What happens to the target's output when component ``number`` of ``site`` is masked off at one position, at each
+    """What happens to the target's output when component ``number`` of ``site`` is zero-masked at one position, at each
     of ``n`` places by itself (I5).
 
     ``rows``, ``positions``: the places. ``activations``: of the component, at each. ``with_it``, ``without_it``: the
@@ -171,10 +171,10 @@ def effect_of(
     """`Run.effect`; without ``rows`` and ``positions``, at up to ``places`` firings that ``harvest`` has."""
     component = run.component(site, number)
     if (rows is None) != (positions is None):
-        raise UserError("rows and positions are given together, or neither: then the places are those of a harvest")
+        raise UserError("give rows and positions together, or neither to take the places of a harvest")
     if rows is None:
         if harvest is None:
-            raise UserError("an effect is measured at the places of a harvest, or at rows and positions that are given")
+            raise UserError("give a harvest to take places from, or rows and positions")
         if places < 1:
             raise UserError("places should be at least 1")
         numbers, positions = harvest.firing_sample(component.site, number, places)

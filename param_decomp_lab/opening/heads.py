@@ -236,7 +236,7 @@ def partner_site(run: OpenedRun, name: str) -> Site | None:
 def _partner_site(run: OpenedRun, name: str) -> Site:
     site, other = _faced(run, name)[0], partner_site(run, name)
     if site.kind not in PARTNER:
-        raise UserError(f"{site.name} has neither queries nor keys; q_proj and k_proj have")
+        raise UserError(f"{site.name} has neither queries nor keys; give a q_proj or k_proj")
     if other is None:
         raise UserError(f"the layer's {PARTNER[site.kind]} is not decomposed, so {site.name} has no partners")
     return other

@@ -158,7 +158,7 @@ def intervene(run: Any, prompt: Any, selection: Selection, **options: Any) -> In
     request = InterventionRequest(**options)
     values = read_prompt(run, prompt)[0] if isinstance(prompt, str) else np.asarray(prompt)
     if values.ndim != 1:
-        raise UserError(f"an intervention is about one row of inputs, not about {list(values.shape)}")
+        raise UserError(f"an intervention takes one row of inputs, not {list(values.shape)}")
     importances = _importances(run, values)
     n_positions = next(iter(importances.values())).shape[0]
     chosen = selected(selection, run.sites, n_positions, request.positions, groups=lambda: run.groups)

@@ -73,7 +73,7 @@ class DecomposedTarget:
             names = f"{self.architecture.name}, {other.architecture.name}"
             return f"{self.run} and {other.run} decompose different targets ({names})"
         if self.weights and other.weights and self.dtype == other.dtype and self.weights != other.weights:
-            return f"the targets of {self.run} and {other.run} have the same sizes and other weights"
+            return f"the targets of {self.run} and {other.run} have the same sizes but different weights"
         return ""
 
 
@@ -98,5 +98,5 @@ def _firing(run: OpenedRun, harvest: Harvest, site: str) -> tuple[np.ndarray, Fi
     numbers = np.flatnonzero(firings > 0)
     V, U = run.factors(site)
     if len(firings) != V.shape[1]:
-        raise UserError(f"{harvest.folder} has {len(firings):,} components at {site}, and the run {V.shape[1]:,}")
+        raise UserError(f"{harvest.folder} has {len(firings):,} components at {site}, but the run has {V.shape[1]:,}")
     return numbers, Fired(V[:, numbers], U[numbers])

@@ -138,7 +138,7 @@ class Run(OpenedRun):
         rows: Inputs | None = None,
         positions: Int[np.ndarray, " n"] | None = None,
     ) -> Effect:
-        """What the output loses at the places where a component fires when it alone is masked off there (I5): the mean
+        """What the output loses at the places where a component fires when it alone is zero-masked there (I5): the mean
         change of the log-probability of every token, the tokens that go up and down most, and the KL.
 
         The places are up to ``places`` of its firings, a uniform sample of them, in ``harvest`` (None: `harvest`); or

@@ -45,7 +45,7 @@ def selected(
         if not 0 <= number < C:
             raise UserError(f"{site} has components 0 to {C - 1}, and no component {number}")
         if own is not None and not may_have_positions:
-            raise UserError(f"{site}:{number}@{own}: here a component is meant at all positions; leave out @{own}")
+            raise UserError(f"{site}:{number}@{own}: here a component is selected at all positions; leave out @{own}")
         mask = found.setdefault(site, np.zeros((n_positions, C), bool))
         mask[everywhere if own is None else _position(own, n_positions), number] = True
 

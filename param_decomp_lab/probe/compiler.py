@@ -10,7 +10,7 @@ PARTS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda1
 
 
 def refuse_another_version() -> None:
-    """Raises UserError if a part of the CUDA plugin has another version than JAX. Missing parts are no error.
+    """Raises UserError if a part of the CUDA plugin has another version than JAX. Missing parts are not an error.
 
     Call it before JAX starts, which would print a traceback and continue with half of such a plugin.
     """

@@ -257,6 +257,6 @@ def _free_gib() -> float:
 
 def _describe_point(point: SearchPoint) -> str:
     if point.answer is None:
-        return f"{point.kind.name}, batch {point.batch:,}: cannot be told ({point.why})"
+        return f"{point.kind.name}, batch {point.batch:,}: unknown ({point.why})"
     words = {"fits": "fits", "does_not_fit": "does not fit"}[point.verdict]
     return f"{point.kind.name}, batch {point.batch:,}: {point.peak_gib:.1f} GiB, {words}, {1000 * point.step_s:,.0f} ms"

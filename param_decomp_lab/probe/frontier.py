@@ -48,7 +48,7 @@ def points_table(points: Sequence[SearchPoint], chosen: SearchPoint | None) -> T
 def times_table(points: Sequence[SearchPoint], chosen: SearchPoint | None) -> Table:
     """Returns a table of every probed layout, fastest first; `→` marks the chosen one."""
     known = [point for point in points if point.answer is not None]
-    size = f"batch {known[0].batch:,}, {amount(known[0].tokens)} tokens" if known else "nothing could be told"
+    size = f"batch {known[0].batch:,}, {amount(known[0].tokens)} tokens" if known else "nothing is known"
     columns = ("peak GiB", "", "node GiB", "net GiB", "collectives", "ms", "overlapping")
     title = f"Layouts ({size}; GiB of one GPU; ms predicted of a step, and if everything overlapped)"
     table = plain_table(title, ("", "left"), ("", "wrap"), *((column, "right") for column in columns))

@@ -158,7 +158,9 @@ def _work(answer: ProbeAnswer) -> RenderableType:
     ]
     if answer.subject.mesh.tensor > 1:
         lines.append(Text("products that all GPUs along tensor make alike are counted as if they shared them", "dim"))
-    lines += [Text(f"counted once, not knowing how often: {line}", style="dim") for line in step.unknown]
+    lines += [
+        Text(f"counted once, because its number of runs is unknown: {line}", style="dim") for line in step.unknown
+    ]
     return Group(*lines, "")
 
 

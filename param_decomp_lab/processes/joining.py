@@ -52,7 +52,7 @@ def find_place(
         missing = ", ".join(name for name, value in given.items() if value is None)
         raise UserError(
             f"{missing} missing: several processes need --coordinator HOST:PORT, --processes N and --process-id I "
-            "(0 to N - 1), each of them its own I; `srun` needs none of the three"
+            "(0 to N - 1, different in each); `srun` needs none of the three"
         )
     host, colon, port = coordinator.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):

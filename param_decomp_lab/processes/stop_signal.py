@@ -52,7 +52,7 @@ class StopSignal:
         self._broadcast: Broadcast | None = None
         self._reader, self._writer = socket.socketpair()
         # Before anything has started there is nothing to save.
-        self._nothing_new: str | None = "while starting; nothing was to be saved"
+        self._nothing_new: str | None = "while starting; there was nothing to save"
         self._since, self._patience = time.monotonic(), PATIENCE_S
 
     @property

@@ -154,8 +154,8 @@ def _print_profile(found: Profile, folder: Path, trace: Path, setup: Setup, cons
 def _explain_counting(device: str, found: Profile) -> str:
     if device.lower() == "cpu":
         explanation = (
-            "Shares are of the operations' own time, summed over the threads that execute them, per device: the sum is "
-            "no wall time. What an operation does on further threads is not seen."
+            "Shares are of the operations' own time, summed over the threads that execute them, per device: their sum "
+            "is not wall time. What an operation does on further threads is not seen."
         )
     else:
         explanation = (
@@ -164,7 +164,7 @@ def _explain_counting(device: str, found: Profile) -> str:
     unknown = found.times.unknown_ns / max(1, found.total_ns + found.times.unknown_ns)
     if unknown > UNKNOWN_SHARE:
         explanation += (
-            f" Another {unknown:.0%} of the device's time has no operation's name: with XLA_FLAGS="
-            "--xla_gpu_enable_command_buffer= kernels are not run from CUDA graphs and keep theirs."
+            f" Another {unknown:.0%} of the device's time is in kernels without an operation's name: with XLA_FLAGS="
+            "--xla_gpu_enable_command_buffer= kernels are not run from CUDA graphs, and keep their names."
         )
     return explanation

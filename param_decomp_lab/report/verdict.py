@@ -86,7 +86,7 @@ def verdict(
         )
     for key, label, rule, tolerance in (
         ("eval/tms/mmcs", "MMCS", "≥ 0.998: components point along the features", 0.002),
-        ("eval/tms/ml2r", "ML2R", "within 0.035 of 1: and are as long", 0.035),
+        ("eval/tms/ml2r", "ML2R", "within 0.035 of 1: components are as long as the features", 0.035),
     ):
         if key in series:
             last = series[key].last
@@ -111,8 +111,8 @@ def sentence(series: Mapping[str, Series], l0: L0 | None) -> str:
         return ""
     return (
         f"With every component scaled by its causal importance, which leaves {_mean_l0(l0.mean)} of "
-        f"{number(l0.mean_C)} active at an average site and position, the model's predictions move {percent(share)} "
-        "as far, in KL, as with all components switched off."
+        f"{number(l0.mean_C)} active at an average site and position, the KL from the model's predictions is "
+        f"{percent(share)} of the zero-masked KL."
     )
 
 

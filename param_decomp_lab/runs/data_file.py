@@ -34,7 +34,9 @@ def read_data(run_folder: Path) -> TextOfRun | None:
     try:
         bos = read_json(file, "what the run's data are like", dict)["bos"]
     except KeyError as error:
-        raise UserError(f"{file} is damaged or of another version (no bos); if removed, the data are asked") from error
+        raise UserError(
+            f"{file} is damaged or of another version (no bos); remove it to read the data instead"
+        ) from error
     if not (bos is None or (type(bos) is int and 0 <= bos <= LARGEST_ID)):
-        raise UserError(f"{file} is damaged (bos is {bos!r:.80}); if removed, the data are asked")
+        raise UserError(f"{file} is damaged (bos is {bos!r:.80}); remove it to read the data instead")
     return TextOfRun(bos)

@@ -35,7 +35,7 @@ def generate(
         raise UserError("generate: n and temperature should be at least 0")
     row = read_inputs(run, prompt)
     if row.ndim != 1:
-        raise UserError(f"generate: one row of tokens is continued, not {list(row.shape)}")
+        raise UserError(f"generate: takes one row of tokens, not {list(row.shape)}")
     longest, rng = run.longest_row, np.random.default_rng(seed)
     # A token does not depend on later ones, so rows padded to the full length all run in one program. Importances may
     # depend on the whole row, so with them each length needs its own program.

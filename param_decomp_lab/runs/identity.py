@@ -65,7 +65,7 @@ class FolderIdentity:
             return
         if self._run is not None:
             raise Displaced(
-                f"{self._folder} {became} while the run went on, which stops without saving. Put it back, and resume "
+                f"{self._folder} {became} during the run, which stops without saving. Put it back, and resume "
                 f"with `{resume_command(self._run)}`"
             )
         now = _path_now(self._descriptor)
@@ -74,9 +74,7 @@ class FolderIdentity:
             if now is not None
             else f"If it still exists, move it back and resume with `{resume_command(self._folder)}`"
         )
-        raise Displaced(
-            f"the run folder {self._folder} {became} while the run went on, which stops without saving. {then}"
-        )
+        raise Displaced(f"the run folder {self._folder} {became} during the run, which stops without saving. {then}")
 
     def is_in_place(self) -> bool:
         """Whether the folder is still at its path."""

@@ -74,7 +74,7 @@ def find_parent(config: RunConfig, run_folder: Path | None = None) -> Parent | N
         folder, step, combine_fingerprints(prints) if prints else "", about["inputs"].get("target", ""), changes
     )
     if recorded and recorded["fingerprint"] != parent.fingerprint:
-        raise UserError(f"init_from: {parent} does not hold any more what this run was begun with")
+        raise UserError(f"init_from: {parent} no longer holds what this run began with")
     return parent
 
 

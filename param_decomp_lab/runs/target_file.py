@@ -29,5 +29,5 @@ def read_target(run_folder: Path) -> Architecture | None:
         return architecture
     except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{file} is damaged or of another version ({error}); if removed, the target's own folder is read instead"
+            f"{file} is damaged or of another version ({error}); remove it to read the target's own folder instead"
         ) from error

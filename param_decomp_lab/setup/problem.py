@@ -158,7 +158,7 @@ def _check_ci(config: AnyCI, sites: Sites, architecture: Architecture) -> None:
     tables = [site.name for site in sites.all if site.lookup]
     if tables and isinstance(function, LayerwiseMLP) and function.kind == "mlp":
         raise UserError(
-            f"pd.ci_config.fn_type: mlp cannot read {tables[0]}, of which rows are looked up (F7); take vector_mlp, "
+            f"pd.ci_config.fn_type: mlp cannot read {tables[0]}, whose rows are looked up (F7); take vector_mlp, "
             "shared_mlp or a global one"
         )
     if not isinstance(config, LayerwiseCI) and config.input_tap is not None:

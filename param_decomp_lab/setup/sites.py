@@ -38,7 +38,7 @@ def _refuse_some_experts(matrices: Sequence[Matrix], chosen: Mapping[str, int]) 
     where = "pd.decomposition_targets"
     for matrix in matrices:
         if matrix.expert is not None and matrix.name + PRE_IDENTITY in chosen:
-            raise UserError(f"pd.identity_{where[3:]}: {matrix.name} is an expert's, before which there is no identity")
+            raise UserError(f"pd.identity_{where[3:]}: {matrix.name} is an expert's, which has no identity before it")
     experts = [m for m in matrices if m.expert is not None]
     for _, group in groupby(experts, lambda m: (m.layer, m.kind)):
         own = list(group)

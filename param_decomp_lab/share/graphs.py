@@ -100,7 +100,7 @@ class _Writer:
         made_ms = file.stat().st_mtime_ns // 10**6
         about = About(slug, self._features(graph.step), self._creator, made_ms, self._reader)
         if self._clusters and shared is None:
-            raise UserError(f"--clusters: no harvest of step {graph.step}, which graph {slug} is of, to take them from")
+            raise UserError(f"--clusters: graph {slug} is of step {graph.step}, which has no harvest to take them from")
         clusters = shared.harvest.groups if shared is not None and self._clusters else None
         found = attribution_graph(graph, self._numbering, about, self._labels(graph), clusters, self._by_hand)
         write_json(folder / f"{slug}.json", found)
@@ -151,7 +151,7 @@ def find_graphs(run: Path, names: Sequence[str]) -> dict[str, Path]:
     kept = kept_graphs(run)
     if not names:
         if not kept:
-            raise UserError(f'{run} has kept no graph; make one with `pd graph {run} "some text"`')
+            raise UserError(f'{run} has no graphs; make one with `pd graph {run} "some text"`')
         chosen = list(kept.values())
     else:
         chosen = [_graph_file(run, name, kept) for name in names]

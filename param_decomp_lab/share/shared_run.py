@@ -57,7 +57,7 @@ def open_shared(run: Path, harvest: str | None) -> SharedRun:
     found = chosen_harvest(run, harvest)
     folder = found.folder.resolve().parent
     if folder.name != HARVESTS:
-        raise UserError(f"{run} is a harvest without its run, beside which labels and graphs are kept")
+        raise UserError(f"{run} is a harvest without its run, where labels and graphs are kept")
     if not (folder.parent / CONFIG_FILE).is_file():
         raise UserError(f"{folder.parent} is not the folder of a run: it has no {CONFIG_FILE}")
     return SharedRun(folder.parent, found)

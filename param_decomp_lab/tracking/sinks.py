@@ -70,7 +70,7 @@ class MetricsFile:
         became = what_became_of(self.path, self._file.fileno())
         if became is not None:
             raise Displaced(
-                f"{self.path} {became} while the run went on, which stops without saving. Put it back, and resume with "
+                f"{self.path} {became} during the run, which stops without saving. Put it back, and resume with "
                 f"`{resume_command(self.path.parent)}`"
             )
 

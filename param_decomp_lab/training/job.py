@@ -18,7 +18,7 @@ from param_decomp_lab.runs.target_file import write_target
 from param_decomp_lab.setup import Setup
 from param_decomp_lab.training.inputs import fingerprint_inputs
 
-NOTHING = "nothing was to be saved"
+NOTHING = "there was nothing to save"
 
 
 class Preempted(Exception):

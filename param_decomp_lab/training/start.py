@@ -141,7 +141,7 @@ def _from_weights(job: TrainingJob, state: State) -> State:
 
 def _singular_vectors(job: TrainingJob) -> Components:
     """Returns singular vectors weighted by the outputs of the sites on the first batches (T6)."""
-    where = f"while measuring what the sites give; {NOTHING}"
+    where = f"while measuring the outputs of the sites; {NOTHING}"
     job.stop.may_leave(where)
     n = n_batches(job.setup.problem.target.sites, prod(job.setup.leading))
     moments = no_second_moments_program(job.outline).function()

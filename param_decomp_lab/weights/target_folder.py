@@ -71,7 +71,7 @@ class TargetFolder:
                 return np.dtype(name)
             except TypeError as error:
                 raise UserError(
-                    f"{self.path / CONFIG_FILE}: dtype is {printable(repr(name), 80)}, no kind of number"
+                    f"{self.path / CONFIG_FILE}: dtype is {printable(repr(name), 80)}, which is not a number type"
                 ) from error
 
     def head_notes(self, used: Architecture) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class TargetFolder:
             f"{self._configured.tied_tensors[1]}"
         )
         if used.tied_tensors is not None:
-            return (f"{found}; the run was made when this was not looked at, and keeps the embedding",)
+            return (f"{found}; the run was made before this was checked, and keeps the embedding",)
         return (f"{found}, which is used, as transformers 5 does",)
 
     @cached_property

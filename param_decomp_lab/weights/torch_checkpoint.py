@@ -28,7 +28,7 @@ def require_torch(what: str) -> Any:
     try:
         import torch
     except ImportError as error:
-        raise UserError(f"{what}: to read it takes torch, which is not installed here: {INSTALL}") from error
+        raise UserError(f"{what}: reading it needs torch, which is not installed here: {INSTALL}") from error
     return torch
 
 

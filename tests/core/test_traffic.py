@@ -203,9 +203,9 @@ def test_groups_as_xla_writes_them(shape: tuple[int, int, int], among: str) -> N
 
 def test_groups_that_are_not_named_or_not_known() -> None:
     assert replica_groups("dimensions={0}", 3) == ((0, 1, 2),)
-    with pytest.raises(ValueError, match="no groups of devices: <<0>>"):
+    with pytest.raises(ValueError, match="not groups of devices: <<0>>"):
         replica_groups("replica_groups=<<0>>", 3)
-    with pytest.raises(ValueError, match=r"no devices of a mesh: \[3\]x"):
+    with pytest.raises(ValueError, match=r"not devices of a mesh: \[3\]x"):
         replica_groups("replica_groups=mesh['a'=3], device_ids=([3]x) {'a'}", 3)
     assert source_target_pairs("source_target_pairs={{0,1},{1,0}}, x={2}") == ((0, 1), (1, 0))
 
@@ -475,7 +475,7 @@ def test_a_loop_that_fetches_from_the_host() -> None:
 def test_groups_that_cannot_be_read_are_reported() -> None:
     text = gather("all-reduce", "f32[10]", "f32[10]", "replica_groups=<<1>>")
     found = traffic(program(text, n_devices=4))
-    assert found.unknown == ("x: no groups of devices: <<1>>; counted as among all devices",)
+    assert found.unknown == ("x: not groups of devices: <<1>>; counted as among all devices",)
     assert [c.group for c in found.collectives] == [4]
 
 

@@ -52,7 +52,7 @@ def test_a_configuration_with_mistakes_of_every_kind(tmp_path: Path) -> None:
     pd = raw["pd"]
     minimality, subset, persistent, faithfulness = pd["loss_metrics"]
     raw["cadence"] = [1]  # a list for a mapping
-    raw["eval"]["slow_every"] = 7  # no multiple of every
+    raw["eval"]["slow_every"] = 7  # not a multiple of every
     raw["eval"]["metrics"].append({"type": "CEandKLLosses", "rounding_threshold": 2})  # listed twice, and too large
     raw["n_mask_samples"] = pd.pop("n_mask_samples")  # a key of pd, not indented
     pd["runtime"] = raw.pop("runtime") | {"dp": 0}  # a key of the file, indented, and wrong within
@@ -214,7 +214,7 @@ def test_keys_that_are_given_twice(tmp_path: Path) -> None:
 
 def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
     path = write(tmp_path, {"torch_config": "x", "run_name": "y"})
-    assert mistakes(path) == [("torch.yaml: is a wrapper, and not the schema file that torch_config should be", "")]
+    assert mistakes(path) == [("torch.yaml: is a wrapper; torch_config should name a schema file", "")]
     path = write(tmp_path, "", {"torch_config": "nowhere.yaml", "run_name": "a", "mesh": []})
     assert [head for head, _ in mistakes(path)] == [
         "wrapper.yaml: mesh",

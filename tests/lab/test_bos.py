@@ -264,9 +264,9 @@ def test_token_ids(llama: Path, tmp_path: Path) -> None:
     assert made is not None
     assert made.bos == BOS
     refuse_wrong_rows(rows_of(tmp_path / "out" / "train"))
-    with pytest.raises(UserError, match="bos: which token begins a text is known of a tokenizer alone"):
+    with pytest.raises(UserError, match="bos: only a tokenizer says which token begins a text"):
         plan(True, None)
-    with pytest.raises(UserError, match="bos: rows that are taken as they are get no token"):
+    with pytest.raises(UserError, match="bos: rows are taken as they are, so no token"):
         plan(True, row_starts=True)
 
 

@@ -105,7 +105,7 @@ def test_little_text_gives_fewer_tokens(tmp_path: Path) -> None:
     [
         (("--bpe", "200"), "--bpe should be between 257 .* it is 200"),
         (("--bpe", "99999999"), "--bpe should be between 257 .* it is 99,999,999"),
-        (("--bpe", "300", "--tokenizer", "bytes"), "--bpe trains a tokenizer, and --tokenizer takes one that is there"),
+        (("--bpe", "300", "--tokenizer", "bytes"), "--bpe trains a tokenizer, and --tokenizer names an existing one"),
         (("--bpe", "300", "--tokenized"), "--bpe trains a tokenizer, and --tokenized takes token ids"),
     ],
 )  # fmt: skip

@@ -217,7 +217,7 @@ def test_a_harvest_of_format_1(shown: TestClient, mine: Path) -> None:
     with client(mine) as browser:
         assert browser.get(here).text == shown.get(here).text
         page = browser.get(f"{here}/3")
-        assert "which this old harvest kept" in page.text
+        assert "This old harvest kept" in page.text
         assert "0.999" not in page.text
         assert examples_of(page.text, "Where it matters most")
 
@@ -274,7 +274,7 @@ def test_search_finds_what_fires_on_a_token(shown: TestClient, harvested: Path) 
         assert token >= 0
         assert set(find_components(opened, SITE, Query(search=letter)).tolist()) == expected
         assert set(numbers_of(shown.get(f"{base(harvested)}/sites/{SITE}", params={"search": letter}))) == expected
-    assert "No component fits" in shown.get(f"{base(harvested)}/sites/{SITE}", params={"search": "☃"}).text
+    assert "No component matches" in shown.get(f"{base(harvested)}/sites/{SITE}", params={"search": "☃"}).text
 
 
 VALUES = {
@@ -344,7 +344,7 @@ def test_all_components_by_token(shown: TestClient, harvested: Path) -> None:
     assert set(match) == set(listed_by_match)
     # Components with equal matches may be in either order.
     assert [match[one] for one in listed_by_match] == pytest.approx(sorted(match.values(), reverse=True))
-    assert "No component fits" in shown.get(address, params={"search": "☃"}).text
+    assert "No component matches" in shown.get(address, params={"search": "☃"}).text
     toy = shown.get(f"{base(harvested, TOY)}/components", params={"search": "1"})
     assert "Features searched for" in toy.text
 
@@ -641,7 +641,7 @@ def test_labels_are_kept(mine: Path) -> None:
         last = browser.get(everywhere, params={"sort": "unlabelled", "page": "999"})
         assert set(listed_of(last)[-2:]) == {(SITE, 3), (SITE, 4)}
         browser.post(f"{here}/3/label", data={"text": "", "author": "Ada"})
-        assert "taken away" in browser.get(f"{here}/3").text
+        assert "removed" in browser.get(f"{here}/3").text
         assert numbers_of(browser.get(here, params={"labelled": "yes"})) == [4]
 
 

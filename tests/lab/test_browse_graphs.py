@@ -116,7 +116,7 @@ def test_an_intervention(shown: TestClient, mine: Path, run: Run) -> None:
     component = "layers.1.mlp.up_proj:3"
     page = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=f"{component}@1", how="off")
     assert page.count("<h2>others ") == 3
-    assert "How the text goes on" not in page
+    assert "How the text continues" not in page
     found = run.intervene(TEXT, f"{component}@1", readings=("ci",))
     before, after = found.readings["ci"].probabilities()
     first = page.partition("others at λ")[2].partition("</section>")[0]
@@ -181,7 +181,7 @@ def test_averages_on_a_component_page(shown: TestClient, mine: Path, run: Run) -
     text = shown.get(page).text
     assert "leads to" in text
     assert f"{base(mine)}/sites/layers.1.mlp.up_proj/7" in text
-    assert "No component leads to it directly" in shown.get(f"{base(mine)}/sites/{site}/6").text
+    assert "It has no kept edges" in shown.get(f"{base(mine)}/sites/{site}/6").text
 
 
 def test_what_is_wrong_with_a_kept_graph(shown: TestClient, mine: Path) -> None:
@@ -336,7 +336,7 @@ def test_what_is_said_of_residual_errors_and_scores(shown: TestClient, mine: Pat
     assert "residual error <small>layers.1.mlp.down_proj · " in said
     assert "Circuit-tracer calls it an error node" in said
     assert re.search(r'<h3>comes from</h3>\s*<p class="note">nothing</p>', said)
-    assert "made again, it lists the parts" in said
+    assert "make it again to see the parts" in said
 
 
 def test_run_without_these_sends_the_prompt_as_it_is(shown: TestClient, mine: Path) -> None:

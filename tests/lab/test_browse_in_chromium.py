@@ -97,13 +97,13 @@ def test_from_the_runs_to_a_label(mine: Path, browser: Browser) -> None:
         assert "/sites/" in page.url
         # A label, with all that it may contain.
         page.goto(f"{address}/{LLAMA}/{only_harvest(mine).name}/sites/{SITE}/5")
-        page.get_by_label("what it is").fill(f"vowels {MARKUP}")
-        page.get_by_label("who says so").fill("Ada")
+        page.get_by_label("label", exact=True).fill(f"vowels {MARKUP}")
+        page.get_by_label("author", exact=True).fill("Ada")
         follow(page.get_by_role("button", name="Keep"))
         assert page.locator("h1").inner_text().startswith(f"{SITE} 5 vowels </title>")
     with served(mine) as address:  # a restart
         page.goto(f"{address}/{LLAMA}/{only_harvest(mine).name}/sites/{SITE}/5")
-        assert page.get_by_label("what it is").input_value() == f"vowels {MARKUP}"
+        assert page.get_by_label("label", exact=True).input_value() == f"vowels {MARKUP}"
         page.goto(f"{address}/{LLAMA}/{only_harvest(mine).name}/sites/{SITE}?labelled=yes")
         follow(page.get_by_role("rowheader").get_by_role("link", name="5", exact=True))
         assert component_of(page) == 5
@@ -171,7 +171,7 @@ def test_without_script_and_on_a_phone(mine: Path, harvested: Path, browser: Bro
                 browser, said, java_script_enabled=False, viewport={"width": 400, "height": 800}, color_scheme=scheme
             )
             page.goto(f"{here}/sites/{SITE}/5")
-            page.get_by_label("what it is").fill(label)
+            page.get_by_label("label", exact=True).fill(label)
             follow(page.get_by_role("button", name="Keep"))
             page.get_by_label("a", exact=True).check()
             assert "linear-gradient" in page.locator(".context .at").first.evaluate(
@@ -182,7 +182,7 @@ def test_without_script_and_on_a_phone(mine: Path, harvested: Path, browser: Bro
             for path in ("/", "", f"/sites/{SITE}", f"/sites/{SITE}/5", "/text", "?search=unbreak", "/sites/nowhere"):
                 page.goto(address if path == "/" else here + path)
                 assert page.evaluate("document.documentElement.scrollWidth") <= 400, path
-        # A text, whose page asks again by itself.
+        # A text, whose page reloads by itself.
     with served(harvested) as address:
         page.goto(f"{address}/{LLAMA}/{only_harvest(harvested).name}/text")
         page.get_by_label("text").fill("then")

@@ -268,7 +268,7 @@ def test_hostile_labels(runs: Path, opened: tuple[Run, Turned], tmp_path: Path) 
 def test_too_many_for_an_assignment(browser: TestClient, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matching, "ASSIGNED", 4)
     assert "100\u00a0% *</td>" in browser.get(beside(runs)).text
-    assert "components are paired that are nearest to each other" in browser.get(f"{beside(runs)}/{SITE}").text
+    assert "mutual nearest neighbours are paired" in browser.get(f"{beside(runs)}/{SITE}").text
 
 
 def test_other_rows(browser: TestClient, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_other_rows(browser: TestClient, runs: Path, monkeypatch: pytest.MonkeyP
     one = Harvest(only_harvest(runs)).plan.sites
     assert [row[-1] for row in cells(browser.get(beside(runs)).text)[1:]] == ["–"] * len(one)
     page = browser.get(f"{beside(runs)}/{SITE}").text
-    assert "not of the same rows" in page
+    assert "The harvests read different rows" in page
     assert "Jaccard" not in page
     asked = {"site": SITE, "component": "3", "other": TWIN, "at": only_harvest(runs, TWIN).name}
     assert "By firing" not in browser.get(f"{base(runs)}/nearest", params=asked).text
@@ -327,7 +327,7 @@ def test_a_component_without_a_partner(
     monkeypatch.setattr(text_worker, "_harvest", lambda folder, _: without(int(other.partner[SITE][3]))(folder))
     page = browser.get(f"{beside(runs)}/{SITE}/3").text
     n = run.sites[SITE].C
-    assert f"It is matched with none. {n} components of {LLAMA} fire at this site, and {n - 1} of {TWIN}" in page
+    assert f"It has no match. {n} components of {LLAMA} fire at this site, and {n - 1} of {TWIN}" in page
     assert f"{n - 1} pairs" in browser.get(f"{beside(runs)}/{SITE}").text
 
 

@@ -129,7 +129,7 @@ def test_attacks_of_different_scopes_are_not_compared(written: Write, tmp_path: 
 def test_one_run_and_what_is_no_run(written: Write, tmp_path: Path) -> None:
     written(1, 0, 1.0, 2.0, 0.5)
     page = render(compared(read_records([tmp_path])))
-    assert "None: the configurations" in page
+    assert "None: all readable configurations" in page
     assert 'id="seeds"' not in page
     (tmp_path / "empty").mkdir()
     for path, said in ((tmp_path / "empty", "no runs in"), (tmp_path / "nowhere", "is not a folder")):
@@ -237,7 +237,7 @@ def test_runs_of_other_targets_are_not_matched(toy: Path, monkeypatch: pytest.Mo
     prints = iter(["ab", "cd"])
     monkeypatch.setattr(Checkpoints, "inputs", lambda self, step: {"target": next(prints)})
     (pair,) = agreements([records[0], records[0]], [[0, 1]])
-    assert pair.why.endswith("have the same sizes and other weights")
+    assert pair.why.endswith("have the same sizes but different weights")
     assert pair.sites == ()
 
 

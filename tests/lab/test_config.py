@@ -498,7 +498,7 @@ REFUSED = [
         f"{CI}.fn_type: global_reverse_residual was removed: the PyTorch project",
     ),
     (reverse_residual(), f"{CI}.fn_type: global_reverse_residual was removed: the PyTorch project deleted its own"),
-    (f"{TRANSFORMER}.d_model=4095", f"{TRANSFORMER}.d_model: is 4095, no multiple of attn_config.n_heads (8)"),
+    (f"{TRANSFORMER}.d_model=4095", f"{TRANSFORMER}.d_model: is 4095, not a multiple of attn_config.n_heads (8)"),
     (f"{TRANSFORMER}.d_model=24", f"{TRANSFORMER}.d_model: gives heads of width 3; rotary"),
     (f"{TRANSFORMER}.mlp_hidden_dim=[]", f"{TRANSFORMER}.mlp_hidden_dim: needs at least 1"),
     ("data.max_seq_len=1024", f"data.max_seq_len: is 1024, longer than {TRANSFORMER}.attn_config.max_len (512)"),
@@ -641,7 +641,7 @@ def test_refusals_between_keys(override: str, expected: str) -> None:
 def test_one_optimizer() -> None:
     """Muon and an optimiser that saves memory."""
     message = refusal("memory.optimizers.ci_fn=lion", "pd.ci_fn_optimizer={type: muon, lr_schedule: 1.0e-3}")
-    assert "memory.optimizers.ci_fn: is lion, in place of AdamW, but pd.ci_fn_optimizer is muon; remove one" in message
+    assert "memory.optimizers.ci_fn: is lion, not AdamW, but pd.ci_fn_optimizer is muon; remove one" in message
 
 
 def test_anneal_order_and_all_problems_at_once() -> None:
@@ -936,7 +936,7 @@ def test_components_that_are_not_split() -> None:
     assert said() == said("mesh={fsdp: 4, tensor: 2}") == []
     assert said("mesh={replica: 2, fsdp: 4, tensor: 2}") == []
     (line, *_) = said(f"{keys}={C + 4}", "mesh={fsdp: 4, tensor: 2}")
-    assert line.startswith(f"{keys}: is {C + 4}, no multiple of fsdp x tensor (8): ")
+    assert line.startswith(f"{keys}: is {C + 4}, not a multiple of fsdp x tensor (8): ")
     assert line.endswith(f"; {C + 8} would be")
 
 

@@ -149,7 +149,7 @@ def test_wrong_requests(run: Run) -> None:
     for message, arguments, options in (
         ("unknown site", ("layers.0.mlp.up", 0), {}),
         ("no component 99", (SITE, 99), {}),
-        ("given together", (SITE, 0), {"rows": rows}),
+        ("rows and positions together", (SITE, 0), {"rows": rows}),
         ("positions go from 0 to 3", (SITE, 0), {"rows": rows, "positions": np.asarray([0, 4])}),
         ("should be \\[n, T\\]", (SITE, 0), {"rows": rows, "positions": np.asarray([0])}),
         ("at least 1", (SITE, 0), {"places": 0}),

@@ -191,7 +191,7 @@ def test_what_cannot_be_done_with_an_embedding(tmp_path: Path) -> None:
     file = with_embedding(tmp_path, "gpt2", "wte", ci_config=scalar)
     outcome = check(tmp_path, "gpt2", torch_config=str(file), data=data)
     assert outcome.status == 2
-    assert "pd.ci_config.fn_type: mlp cannot read wte, of which rows are looked up" in " ".join(outcome.err.split())
+    assert "pd.ci_config.fn_type: mlp cannot read wte, whose rows are looked up" in " ".join(outcome.err.split())
     identity = [{"module_pattern": "*wte", "C": 10}]
     file = with_embedding(tmp_path, "gpt2", "wte", identity_decomposition_targets=identity)
     outcome = check(tmp_path, "gpt2", torch_config=str(file), data=data)

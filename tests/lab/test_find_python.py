@@ -76,9 +76,9 @@ def test_a_real_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pythons", "words", "said"),
     [
-        ({}, (), "needs CPython 3.11 or newer, and none of these is one that runs: python3.11 python3.12 python3.13"),
+        ({}, (), "needs CPython 3.11 or newer, and none of these runs: python3.11 python3.12 python3.13"),
         ({"a/python3.12": SHIM, "a/python3": OLD}, (), "if there is one elsewhere: make PYTHON=<path>"),
-        ({"a/python3.11": GOOD}, ("PYTHON=/nowhere/python",), "none of these is one that runs: /nowhere/python;"),
+        ({"a/python3.11": GOOD}, ("PYTHON=/nowhere/python",), "none of these runs: /nowhere/python;"),
         (
             {"a/python3.12": WITHOUT_VENV, "a/python3": OLD},
             (),

@@ -503,11 +503,11 @@ def until(condition: Any, limit_s: float = 20.0) -> None:
     [
         (["--seconds", "5"], "--seconds 5: should be at least 30"),
         (["--beside", "-1"], "--beside -1: should be 0 or more"),
-        (["--json", "found.md", "--toy"], "is where the page would be written"),
-        (["--page-only", "--json", "nothing.json"], "holds no results; measure first"),
-        (["--plans-only", "--json", "nothing.json"], "holds no results; measure first"),
+        (["--json", "found.md", "--toy"], "the page would be written there"),
+        (["--page-only", "--json", "nothing.json"], "has no results; measure first"),
+        (["--plans-only", "--json", "nothing.json"], "has no results; measure first"),
         (["--plans-only", "--toy", "--json", str(MEASURED)], "plans are for GPUs, and --toy measures on a CPU"),
-        (["--toy", "--smollm2", "x"], "--toy decomposes a target of its own"),
+        (["--toy", "--smollm2", "x"], "--toy has its own target"),
     ],
 )
 def test_wrong_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

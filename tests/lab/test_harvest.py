@@ -373,7 +373,7 @@ def test_a_damaged_save_is_named(tmp_path: Path, damage: Callable[[bytes], bytes
         else:
             whole = file.read_bytes()
             file.write_bytes(damage(whole))
-        with pytest.raises(UserError, match=r"save-1 is damaged .*; remove .*process-0, whose part of the work"):
+        with pytest.raises(UserError, match=r"save-1 is damaged .*; remove .*process-0, and its part of the work"):
             HarvestState.restore(folder, [3], 2)
         if file is None or file.name == "done.json":
             with pytest.raises(UserError, match="save-1 is damaged"):

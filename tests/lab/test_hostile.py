@@ -386,7 +386,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     outcome = pd_here("check", toy_run.CONFIG)
-    assert_refused(outcome, "the current folder does not exist any more")
+    assert_refused(outcome, "the current folder no longer exists")
 
 
 def test_metrics_that_are_binary(toy: Path, tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_a_check_asks_for_the_configuration_alone(hub: Hub, files: dict[str, byt
     assert "not on this machine" not in pd_here("check", wrapper).out
     nowhere = pd_here("weights", "fetch", wrapper, *sets("target.folder=nowhere"))
     assert nowhere.status == 2
-    assert "nowhere is not there; nothing of it can be fetched" in nowhere.err
+    assert "nowhere is a local folder that does not exist; there is nothing to fetch" in nowhere.err
     recipe = pd_here("weights", "fetch", ROOT / "configs" / "toys" / "tms_5-2.yaml")
     assert recipe.status == 2
     assert "target.pretrain: a recipe makes the target; train it with `pd pretrain" in recipe.err

@@ -188,7 +188,7 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     (folder / "model_40.pth").write_bytes(b"PK\x03\x04 and not much more")
     assert "model_40.pth: cannot be read as a checkpoint of torch" in refusal(folder)
     (folder / "experiment_config.yaml").rename(folder / "launch_config.yaml")
-    assert "is a run of JAX" in refusal(folder)
+    assert "was trained with JAX" in refusal(folder)
 
 
 def test_tensors_that_do_not_belong_there(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_configuration_of_other_sites_or_functions(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     file = folder / "experiment_config.yaml"
     rewrite(file, lambda raw: raw["pd"]["decomposition_targets"].pop(2))
-    assert "has other sites than experiment_config.yaml chooses of the target:\n  hidden_layers.0: is in the check" in (
+    assert "its sites are not those that experiment_config.yaml chooses:\n  hidden_layers.0: is only in the check" in (
         refusal(folder)
     )
     gone = {"mode": "global", "fn_type": "global_reverse_residual", "d_resid_ci_fn": 4}
@@ -235,7 +235,7 @@ def test_the_target_elsewhere(tmp_path: Path, imported: Path) -> None:
     stored = load_file(target / "model.safetensors")
     save_tensors({**stored, "linear1": stored["linear1"] + np.float32(0.5)}, target / "model.safetensors")
     said = refusal(folder, target=str(target))
-    assert "holds other weights than those that" in said
+    assert "its weights are not those that" in said
     assert "linear1: differs by up to 0.5" in said
     resave(folder, lambda state: [state.pop(name) for name in list(state) if name.startswith("target_model.")])
     import_run(str(folder), tmp_path / "without", QUIET, target=str(target))
@@ -250,7 +250,7 @@ def test_what_has_no_counterpart(tmp_path: Path) -> None:
     rewrite(file, lambda raw: raw["module_info"].append({"module_pattern": "wte", "C": 3}))
     state = {"_components.wte.V": np.zeros((256, 3), np.float32), "_components.wte.U": np.zeros((3, 8), np.float32)}
     resave(folder, lambda own: own.update(state))
-    assert "wte is an embedding, of which the CI function there reads" in refusal(folder)
+    assert "wte is an embedding: the CI function there reads" in refusal(folder)
     rewrite(file, lambda raw: raw["ci_config"].update(extra_input_module_patterns=["h.0.mlp"]))
     assert "pd.ci_config.extra_input_module_patterns: unknown key" in refusal(folder)
     rewrite(file, lambda raw: raw.update(task_config={"task_name": "ih"}))

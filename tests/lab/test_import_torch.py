@@ -318,7 +318,7 @@ def test_without_torch(tmp_path: Path) -> None:
     (tmp_path / "tms" / "tms.pth").write_bytes(pickle.dumps(1, protocol=2))  # the format before torch 1.6
     made = pd_here("weights", "import-torch", tmp_path / "tms", "--out", tmp_path / "out")
     assert (made.status, made.err.count("\n")) == (2, 1)
-    assert "tms.pth: to read it takes torch, which is not installed here: pip install 'torch>=2.4'" in made.err
+    assert "tms.pth: reading it needs torch, which is not installed here: pip install 'torch>=2.4'" in made.err
     assert not (tmp_path / "out").exists()
     # A checkpoint in safetensors needs no torch.
     state = {name: np.ascontiguousarray(array) for name, array in tms_state().items()}

@@ -395,7 +395,7 @@ def test_stopped_in_order(run: Path, server: Server, number: signal.Signals) -> 
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
-    assert "the same command goes on" in output
+    assert "run the same command again" in output
     assert KEY not in output
     assert {row["status"] for row in requests(run)} == {"answered"}
     assert len(labels_of(run)) == server.arrived == len(server.seen)
@@ -457,7 +457,7 @@ def test_what_is_no_run_of_text(run: Path, server: Server, harvested: Path, tmp_
     (run / "harvests" / "labelling" / "requests.sqlite").write_bytes(b"garbage" * 1000)
     outcome = label(run, server)
     assert (outcome.status, server.arrived) == (2, 0)
-    assert "nobody knows what was spent" in outcome.err
+    assert "so what was spent is unknown" in outcome.err
 
 
 # ---- the parts ----

@@ -230,7 +230,7 @@ def test_what_cannot_be_compared(run: Run, other: Turned, harvested: Path, monke
     assert run.matched(other.run).sites
     prints = iter(["ab", "cd", "", "cd"])
     monkeypatch.setattr(Checkpoints, "inputs", lambda self, step: {"target": next(prints)})
-    with pytest.raises(UserError, match="the same sizes and other weights"):
+    with pytest.raises(UserError, match="the same sizes but different weights"):
         run.matched(other.run)
     assert run.matched(other.run).sites  # one of the two did not record them
 

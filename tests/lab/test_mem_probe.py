@@ -45,7 +45,7 @@ def test_without_flags_it_is_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--config", str(ROOT / "configs" / "toys" / "tms_5-2.yaml")), "is about a toy"),
+        (("--config", str(ROOT / "configs" / "toys" / "tms_5-2.yaml")), "decomposes a toy"),
         (("--first_layer", "3"), "go together"),
         (
             ("--config", str(ROOT / "configs" / "llama8b_l18.yaml"), "--sites_per_chunk", "2"),

@@ -170,7 +170,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint(folder: Path, tmp_pa
     (parent / "ckpts" / "12").rename(parent / "ckpts" / "10")
     outcome = pd_here("train", "--resume", run(folder, 9))
     assert outcome.status == 2, outcome
-    assert "does not hold any more what this run was begun with" in outcome.err
+    assert "no longer holds what this run began with" in outcome.err
 
 
 @pytest.mark.slow

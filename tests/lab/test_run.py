@@ -182,7 +182,7 @@ def test_what_a_run_writes_to_is_taken_away(
     outcome = pd_here(*tiny.train(tmp_path, 1, *LIGHT, f"cadence={{train_log_every: {every}, save_every: 4}}"))
     monkeypatch.undo()
     assert outcome.status == 1, outcome
-    assert f"was renamed to {moved} while the run went on, which stops without saving" in outcome.err
+    assert f"was renamed to {moved} during the run, which stops without saving" in outcome.err
     assert "Traceback" not in outcome.err
     assert "stopped and saved" not in outcome.out
     if what == "the folder":

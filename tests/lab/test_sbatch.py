@@ -199,7 +199,7 @@ def test_names_by_hand(cluster: Cluster, name: str) -> None:
     words = (cluster.folder / "log.launch").read_text().split("\0")
     (given,) = parse_overrides(word for word in words if word.startswith("out_dir="))
     assert given.value == str(runs)
-    again = done.stderr.partition("go on with: ")[2]
+    again = done.stderr.partition("resume with: ")[2]
     told = subprocess.run(
         ["bash", "-c", f"sbatch() {{ printf '%s\\0' \"$@\"; }}; {again}"], capture_output=True, text=True
     )

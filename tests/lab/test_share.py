@@ -231,7 +231,7 @@ def test_a_graph_of_a_step_without_harvest(run: Path, tmp_path: Path) -> None:
     assert mistakes(found, "Graph") == []
     told = pd_here("share", "graph", run, file, "--out", tmp_path / "clusters", "--clusters")
     assert told.status == 2
-    assert "--clusters: no harvest of step 20" in told.err
+    assert "which has no harvest to take them from" in told.err
 
 
 # ---- a copy of the pages ----
@@ -310,7 +310,7 @@ def test_what_is_copied(site: Path, run: Path, harvest: Harvest) -> None:
         text = (site / "sites" / name / "index.html").read_text()
         own = sorted(n for s, n in made if s == name)
         assert [n for n in range(harvest.site(name).C) if f'href="{n}.html"' in text] == own
-        assert ("None of its components is in this copy" in text) == (not own)
+        assert ("This copy has none of its components" in text) == (not own)
     group = (site / "groups" / "0" / "index.html").read_text()
     for site_name, n in harvest.groups.members(0):
         linked = f'href="../../sites/{site_name}/{n}.html"' in group
@@ -382,7 +382,7 @@ def test_the_gallery_has_what_is_labelled(run: Path, tmp_path: Path, monkeypatch
     ("command", "message"),
     [
         (("graph", "RUN", "nothing"), "has kept: hello-1a2b3c4d"),
-        (("graph", "TOY"), "has kept no graph; make one with"),
+        (("graph", "TOY"), "has no graphs; make one with"),
         (("graph", "RUN/harvests"), "is not the folder of a run"),
         (("graph", "RUN", "--group", "mine"), "should be NAME=NODE"),
         (("graph", "RUN", "--group", f"mine={UP}:3@2"), "no graph has a node"),

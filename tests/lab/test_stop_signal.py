@@ -51,14 +51,14 @@ def test_leaves_at_once_while_nothing_is_new(number: signal.Signals) -> None:
 stop = StopSignal()
 stop.hint = "go on"
 with stop.listening():
-    stop.may_leave("while compiling; nothing was to be saved", patience=0.5)
+    stop.may_leave("while compiling; there was nothing to save", patience=0.5)
     stuck()
 """
     with started(script) as process:
         assert line(process) == "stuck"
         sent = time.monotonic()
         process.send_signal(number)
-        assert line(process) == "stopped while compiling; nothing was to be saved; go on"
+        assert line(process) == "stopped while compiling; there was nothing to save; go on"
         assert process.wait(60) == 75
         assert time.monotonic() - sent >= 0.5
 

@@ -80,7 +80,7 @@ def test_while_python_imports(tiny: Tiny, tmp_path: Path) -> None:
     if "stopped and saved at step 0" in text:  # a quick machine has come so far in the seconds it had
         assert saved_steps(tmp_path / RUN) == [0]
     else:
-        assert "nothing was to be saved" in text
+        assert "there was nothing to save" in text
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_while_weights_are_loaded(tiny: Tiny, tmp_path: Path) -> None:
     text = stopped_where_stuck(
         tiny, "param_decomp_lab.training.run.set_up", tiny.train(tmp_path, 1, *LIGHT), at_most=20
     )
-    assert "stopped while loading the target and the data; nothing was to be saved\n" in text
+    assert "stopped while loading the target and the data; there was nothing to save\n" in text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -99,7 +99,7 @@ def test_while_compiling(tiny: Tiny, tmp_path: Path, function: str) -> None:
     start = tiny.train(tmp_path, 1, *EVALUATED, "pd.faithfulness_warmup_steps=3")
     text = stopped_where_stuck(tiny, f"param_decomp_lab.{function}", start, at_most=20)
     run = tmp_path / RUN
-    assert f"stopped while compiling; nothing was to be saved; resume with `pd train --resume {run}`\n" in text
+    assert f"stopped while compiling; there was nothing to save; resume with `pd train --resume {run}`\n" in text
     assert saved_steps(run) == []
     resumed = pd_here("train", "--resume", run)
     assert resumed.status == 0, resumed
@@ -113,7 +113,7 @@ def test_while_a_checkpoint_is_read(tiny: Tiny, evaluated: Path, tmp_path: Path)
     shutil.copytree(evaluated, run)
     resume: list[str | Path] = ["train", "--resume", run]
     text = stopped_where_stuck(tiny, "param_decomp_lab.runs.checkpoints.store.Checkpoints.restore", resume, at_most=20)
-    assert "stopped while reading a checkpoint; nothing was to be saved; resume with" in text
+    assert "stopped while reading a checkpoint; there was nothing to save; resume with" in text
     assert (run / LOCK_FILE).read_bytes() == b""  # on another machine one would believe a name in there
     assert rows(run) == rows(evaluated)
     assert saved_steps(run) == [4, 8, 12]
@@ -261,8 +261,8 @@ def test_of_two_processes_one_compiles(tiny: Tiny, tmp_path: Path, told: int) ->
         lambda processes: "stuck" in processes[1].text() and "compiled the step" in processes[0].text(),
         told,
     )
-    assert "process 0: ended, because process 1 of 2 stopped while compiling; nothing was to be saved" in texts[0]
-    assert "process 1 of 2 stopped while compiling; nothing was to be saved; resume with" in texts[1]
+    assert "process 0: ended, because process 1 of 2 stopped while compiling; there was nothing to save" in texts[0]
+    assert "process 1 of 2 stopped while compiling; there was nothing to save; resume with" in texts[1]
     assert saved_steps(tmp_path / RUN) == []
 
 
@@ -275,7 +275,7 @@ def test_of_two_processes_one_loads(tiny: Tiny, tmp_path: Path) -> None:
         lambda processes: "stuck" in processes[1].text(),
         told=0,
     )
-    assert any("stopped while loading the target and the data; nothing was to be saved" in text for text in texts)
+    assert any("stopped while loading the target and the data; there was nothing to save" in text for text in texts)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -292,5 +292,5 @@ def test_while_others_have_not_come(tiny: Tiny, tmp_path: Path) -> None:
     with tiny.started(*tiny.train(tmp_path, 1, *TWO), *place) as process:
         process.wait_until(listens, "the coordination service")
         assert process.stop(signal.SIGTERM) == 75
-        assert "stopped while starting; nothing was to be saved" in process.text()
+        assert "stopped while starting; there was nothing to save" in process.text()
     assert list(tmp_path.iterdir()) == []

@@ -314,7 +314,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path):
     meta = tokenize(planned([tmp_path / "ids.parquet"], tokenizer=None, column=column), tmp_path / "joined")
     assert meta.train.tokens + meta.train.dropped_tokens + meta.eval.tokens + meta.eval.dropped_tokens == rows.size
     plan = planned([tmp_path / "ids.parquet"], tokenizer=None, column=column, row_starts=True, seq_len=64)
-    with pytest.raises(UserError, match="a row of 33 token ids, and rows of 64 are asked for"):
+    with pytest.raises(UserError, match="a row of 33 token ids, fewer than the 64 of --seq-len"):
         tokenize(plan, tmp_path / "long")
 
 

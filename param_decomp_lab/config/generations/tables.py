@@ -32,7 +32,7 @@ NO_EFFECT: Mapping[str, Mapping[str, str]] = {
         "output_extract": "the output is the logits",
         "attention_implementation": _MEMORY,
         "output_edge": _MEMORY,
-        "expert_implementation": "for experts, which this target has none of",
+        "expert_implementation": "for experts; this target has none",
     },
     "optimizer": {"impl": "the sums are the same"},
     "attention": {"implementation": _MEMORY},
@@ -83,8 +83,8 @@ TYPES: Mapping[str, str] = {
 LACKING_TYPES: Mapping[str, str] = {
     "CIMaskedAttnPatternsReconLoss": "attention patterns are not compared here",
     "StochasticAttnPatternsReconLoss": "attention patterns are not compared here",
-    "ArithmeticCIGrid": "there is no grid of sums to be evaluated on",
-    "WellTemperedness": "single components are not ablated in an evaluation",
+    "ArithmeticCIGrid": "evaluation on a grid of sums is not supported",
+    "WellTemperedness": "an evaluation does not ablate single components",
     "RouterDivergence": "routers are not compared here",
     "UnmaskedNoDeltaReconLoss": _TARGETED,
 }
