@@ -89,7 +89,9 @@ def test_a_group_names_its_members_and_each_of_them_the_group(shown: TestClient,
     alone = np.flatnonzero(groups.sizes == 1)
     if len(alone):
         [(site, c)] = groups.members(int(alone[0]))
-        assert "None: no other component fires with it often enough" in shown.get(f"{base(grouped)}/sites/{site}/{c}").text
+        assert (
+            "None: no other component fires with it often enough" in shown.get(f"{base(grouped)}/sites/{site}/{c}").text
+        )
         assert "<svg" not in shown.get(f"{base(grouped)}/groups/{alone[0]}").text
 
 
