@@ -62,6 +62,12 @@ function shownInPlace(link) {
 }
 document.querySelectorAll("a[data-load]").forEach(shownInPlace);
 
+// Whether arrows move what an element is in from side to side.
+function scrolls(element) {
+  const frame = element.closest(".scroll");
+  return frame !== null && frame.scrollWidth > frame.clientWidth;
+}
+
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const typing = event.target.closest("input:not([type=radio]), textarea, select");
@@ -76,7 +82,7 @@ document.addEventListener("keydown", (event) => {
     return;
   }
   const key = { ArrowRight: "n", ArrowLeft: "p" }[event.key] ?? event.key;
-  if (event.target.type === "radio" && event.key.startsWith("Arrow")) return;
+  if (event.key.startsWith("Arrow") && (event.target.type === "radio" || scrolls(event.target))) return;
   const target = document.querySelector(`[data-key="${CSS.escape(key)}"]`);
   if (!target) return;
   event.preventDefault();

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from param_decomp_lab.browse.catalog import Opened
+from param_decomp_lab.data.token_names import visible
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Summary
 from param_decomp_lab.harvest.files import search as search_files
@@ -198,8 +199,9 @@ def _add_labels(match: Float[np.ndarray, " C"], search: str, labels: Mapping[int
 
 
 def matching_tokens(opened: Opened, search: str) -> Int[np.ndarray, " n"]:
-    """Tokens that a search means; of a toy, the feature of this number."""
-    return search_files.matching_tokens(opened.harvest.vocabulary, opened.harvest.plan.n_inputs, search)
+    """Tokens that a search means, by their names, in which invisible characters are escapes; of a toy, the feature of
+    this number."""
+    return search_files.matching_tokens(opened.harvest.vocabulary, opened.harvest.plan.n_inputs, visible(search))
 
 
 def _bound(given: Mapping[str, str], name: str) -> float | None:

@@ -291,6 +291,8 @@ function group([name, ids]) {
 }
 
 function show() {
+  const focused = document.activeElement;
+  const first = focused === panel.querySelector("button");
   head = new Map(state.groups.flatMap(([, ids]) => ids.map((id) => [numberOf.get(id), numberOf.get(ids[0])])));
   const n = pinned();
   marks.forEach((mark, k) => {
@@ -327,6 +329,12 @@ function show() {
     form.hidden = !state.selected.length;
   }
   selection.querySelector(".groups").replaceChildren(...state.groups.map(group));
+  if (focused !== document.body && !focused.checkVisibility()) {
+    // It is no longer shown: the button in its place has the focus, or else what is said of the node.
+    const next = (first && panel.querySelector("button")) || panel.firstElementChild;
+    if (!next.matches("button")) next.tabIndex = -1;
+    next.focus();
+  }
 }
 
 // --- pointers and keys ---
@@ -349,7 +357,9 @@ entries.forEach((entry, n) => {
   wire(entry.querySelector("a"), n);
   entry.querySelector("small a")?.addEventListener("click", (event) => {
     event.preventDefault(); // the fragment is ours
-    find(event.target.getAttribute("href").slice(1)).scrollIntoView({ block: "nearest" });
+    const first = find(event.target.getAttribute("href").slice(1));
+    first.scrollIntoView({ block: "nearest" });
+    first.querySelector("a").focus({ preventScroll: true });
   });
 });
 

@@ -22,7 +22,7 @@ from param_decomp_lab.browse.graph_nodes import (
     page_of,
     where,
 )
-from param_decomp_lab.browse.pages import NotThere, Pages, address, clean, typed, unit
+from param_decomp_lab.browse.pages import NotThere, Pages, address, as_asked, clean, unit
 from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import LONGEST, GraphAnswer, GraphQuestion
 from param_decomp_lab.errors import UserError
@@ -91,7 +91,7 @@ class GraphPages:
             wrong = "" if answer is None else clean(answer.wrong, 2000)
             return self._pages.render(
                 "graphs.html", opened=opened, entries=[], waiting=waiting, wrong=wrong,
-                prompt=typed(question.prompt[:LONGEST]), target=typed(question.target[:100]),
+                prompt=as_asked(question.prompt[:LONGEST]), target=as_asked(question.target[:100]),
                 optimize=question.optimize, unit=unit(opened),
             )  # fmt: skip
         asked = {"prompt": question.prompt, "target": question.target, "optimize": "1" if question.optimize else ""}
@@ -165,7 +165,7 @@ class GraphPages:
             lists=None if at is None else self._lists(opened, graph, at, link),
             data=Markup(text.replace("<", "\\u003c")), left_out=len(graph.nodes) - len(served),
             edges_left_out=between - len(edges), prompt=clean(graph.prompt, 2000), unit=unit(opened),
-            sent=typed(graph.prompt[: LONGEST + 1]),  # one that is too long is refused, not run in part
+            sent=as_asked(graph.prompt[: LONGEST + 1]),  # one that is too long is refused, not run in part
             outputs=[
                 {"token": output_name(graph, n), "node": n, "sum": sum(e.weight for _, e in graph.into(n))}
                 for n in graph.outputs

@@ -3,7 +3,7 @@
 from typing import Any
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import NotThere, Pages, checked_number, clean, typed
+from param_decomp_lab.browse.pages import NotThere, Pages, as_asked, checked_number, clean
 from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import LONGEST, HeadsAnswer, HeadsQuestion
 
@@ -27,7 +27,7 @@ class HeadsPages:
         checked_number(opened, site, number)
         if site not in opened.sites_with_heads:
             raise NotThere(f"{site} is not cut into attention heads")
-        text = text if text.strip() else TEXT
+        text = text or TEXT
         values: dict[str, Any] = {"waiting": "", "wrong": "", "answer": None}
         if len(text) > LONGEST:
             values["wrong"] = f"a text may have {LONGEST:,} characters; this one has {len(text):,}"
@@ -41,7 +41,7 @@ class HeadsPages:
             else:
                 values |= {"answer": answer, "text_wrong": clean(answer.text_wrong, 2000)} | _tables(opened, answer)
         return self._pages.render(
-            "heads.html", opened=opened, site=site, n=number, text=typed(text[:LONGEST]), longest=LONGEST, **values,
+            "heads.html", opened=opened, site=site, n=number, text=as_asked(text[:LONGEST]), longest=LONGEST, **values,
         )  # fmt: skip
 
 

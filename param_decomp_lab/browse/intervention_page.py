@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import Pages, clean, typed, unit
+from param_decomp_lab.browse.pages import Pages, as_asked, clean, unit
 from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import LONGEST, InterventionQuestion
-from param_decomp_lab.data.token_names import PICTURES
+from param_decomp_lab.data.token_names import PICTURES, visible
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files.groups import GROUP
 
@@ -20,6 +20,7 @@ LINKED = 12
 """Components of a selection that are linked."""
 _MARKERS = re.compile(r"<\|\w+\|>|</?s>|<[be]os>")
 """Names of tokens that stand between documents."""
+_ESCAPES = re.compile(r"\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
 _PLAIN = str.maketrans({picture: character for character, picture in PICTURES.items()})
 
 
@@ -38,10 +39,10 @@ class InterventionPages:
         chosen, example = _components(opened, selection), ""
         if "prompt" not in given and len(selection) == 1 and chosen:
             prompt = example = _example_text(opened, *chosen[0])
-        elif prompt.strip() and selection:
+        elif prompt and selection:
             values |= self._ask(opened, prompt, selection, how, scale, goes_on)
         return self._pages.render(
-            "intervene.html", opened=opened, prompt=typed(prompt[:LONGEST]), select=clean("\n".join(selection)),
+            "intervene.html", opened=opened, prompt=as_asked(prompt[:LONGEST]), select=clean("\n".join(selection)),
             how=how if how in HOWS else "off", scale=clean(scale, 12), goes_on=goes_on,
             unit=unit(opened), chosen=chosen[:LINKED], example=example, **values,
         )  # fmt: skip
@@ -108,4 +109,11 @@ def _example_text(opened: Opened, site: str, number: int) -> str:
         values = opened.harvest.row(example.row)
         return " ".join(f"{feature}={values[feature]:.6g}" for feature in example.tokens)
     text = "".join(example.names[: example.position - example.first + 1])
-    return (_MARKERS.split(text)[-1] or text).translate(_PLAIN)[-LONGEST:]
+    text = (_MARKERS.split(text)[-1] or text).translate(_PLAIN)
+    return _ESCAPES.sub(_unescaped, text)[-LONGEST:]
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """The character that the name of a token shows as this escape."""
+    code = int(found[0][2:], 16)
+    return chr(code) if code < 0x110000 and not 0xD800 <= code < 0xE000 and visible(chr(code)) == found[0] else found[0]

@@ -1,6 +1,8 @@
 """What each page shows: from harvests and labels to the values of a template."""
 
 import math
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +28,7 @@ from param_decomp_lab.browse.component_list import (
 from param_decomp_lab.browse.plots import ACROSS, DOWN, activation_histogram, importance_histogram, site_map
 from param_decomp_lab.browse.text_worker import LONGEST as LONGEST_TEXT
 from param_decomp_lab.browse.text_worker import PLACES
+from param_decomp_lab.data.token_names import visible
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Example, Summary
 from param_decomp_lab.harvest.files.labels import LONGEST, LONGEST_NAME
@@ -59,6 +62,9 @@ GROUP_MEMBERS = 12
 SCORES_SHOWN = 12
 SITES = 200
 """Sites of a page."""
+BEFORE_UNSEEN, AFTER_UNSEEN, NAMED_UNSEEN = 20, 60, 6
+"""Of a text with invisible characters: how much is shown before and after the first, and how many of them are named."""
+_UNHELD = re.compile("[\x00\ud800-\udfff]")
 
 
 class NotThere(UserError):
@@ -79,6 +85,7 @@ class Pages:
             amount=amount,
             clean=clean,
             typed=typed,
+            unseen=unseen,
             brief=brief,
             signed=signed,
             breakable=breakable,
@@ -374,6 +381,28 @@ def typed(text: object) -> str:
     """`clean` for a text that is sent back from here: tabs stay, and lines end as `line_feeds` makes them, so that it
     is the same text the next time."""
     return "\t".join(map(clean, line_feeds(str(text)).split("\t")))
+
+
+def as_asked(text: str) -> str:
+    """A text that was run, for the box and the addresses that run it again: unchanged, since an escape would be other
+    characters the next time; `unseen` tells of what does not show. What no page can hold is escaped."""
+    return _UNHELD.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), line_feeds(text))
+
+
+def unseen(text: str) -> dict[str, str]:
+    """What a text has that is invisible or looks like a space, by name, and the text from there on, with all of it
+    made visible; empty if there is none."""
+    plain = text.replace("\n", "").replace("\t", "")
+    found = sorted({character for character in plain if visible(character) != character})
+    if not found:
+        return {}
+    first = min(text.index(character) for character in found)
+    start = max(0, first - BEFORE_UNSEEN)
+    shown = visible(text[start : first + AFTER_UNSEEN])
+    ends = "…" if start else "", "…" if len(text) > first + AFTER_UNSEEN else ""
+    names = [f"U+{ord(c):04X} {unicodedata.name(c, '')}".strip() for c in found]
+    more = f" and {len(names) - NAMED_UNSEEN} more" if len(names) > NAMED_UNSEEN else ""
+    return {"names": ", ".join(names[:NAMED_UNSEEN]) + more, "shown": f"{ends[0]}{shown}{ends[1]}"}
 
 
 def brief(text: object) -> str:

@@ -150,7 +150,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
     @of_harvest
     async def graph(request: Request, opened: Opened) -> Response:
         question, view = _graph_question(_typed(request.query_params)), _view(request)
-        if not question.prompt.strip():
+        if not question.prompt:
             return HTMLResponse(await asyncio.to_thread(graphs.listing, opened))
         return HTMLResponse(await asyncio.to_thread(graphs.of_prompt, opened, question, view))
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import Pages, checked_number, clean, shown_tokens, typed, unit
+from param_decomp_lab.browse.pages import Pages, as_asked, checked_number, clean, shown_tokens, unit
 from param_decomp_lab.browse.text_worker import LONGEST, ComponentAnswer, ComponentQuestion, TextAnswer, TextWorker
 from param_decomp_lab.ui.cards import context
 
@@ -59,7 +59,7 @@ class TextPages:
         """``at``: as of `_found`. ``order``: one of `ORDERS`; anything else is the first."""
         order = order if order in ORDERS else next(iter(ORDERS))
         values: dict[str, Any] = {"wrong": _too_long(text), "waiting": "", "found": None}
-        if text.strip() and not values["wrong"]:
+        if text and not values["wrong"]:
             answer = self._workers.of(opened).ask(text, PATIENCE_S)
             if answer is None:
                 values["waiting"] = WAITING
@@ -73,7 +73,7 @@ class TextPages:
         return self._pages.render(
             "text.html",
             opened=opened,
-            text=typed(text[:LONGEST]),
+            text=as_asked(text[:LONGEST]),
             unit=unit(opened),
             longest=LONGEST,
             order=order,
@@ -85,7 +85,7 @@ class TextPages:
         """λ and a of one component at every token of a text."""
         checked_number(opened, site, number)
         values: dict[str, Any] = {"wrong": _too_long(text), "waiting": "", "strongest": []}
-        if text.strip() and not values["wrong"]:
+        if text and not values["wrong"]:
             answer = self._workers.of(opened).component(ComponentQuestion(text, site, number), PATIENCE_S)
             if answer is None:
                 values["waiting"] = WAITING
@@ -94,7 +94,7 @@ class TextPages:
             else:
                 values |= _strongest(opened, answer, float(opened.harvest.component(site, number)["activation_max"]))
         return self._pages.render(
-            "component_text.html", opened=opened, text=typed(text[:LONGEST]), unit=unit(opened), longest=LONGEST,
+            "component_text.html", opened=opened, text=as_asked(text[:LONGEST]), unit=unit(opened), longest=LONGEST,
             site=site, n=number, id=f"{site}:{number}", label=opened.labels.of_site(site).get(number, ""), **values,
         )  # fmt: skip
 

@@ -465,6 +465,68 @@ def test_a_text_of_several_lines_stays_the_same(mine: Path, monkeypatch: pytest.
         assert "\\r" not in page
 
 
+def test_what_does_not_show_in_a_text_is_told(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is run, and sent again, as it was typed; so is a text that is blank."""
+    asked: list[Any] = []
+
+    def ask(worker: TextWorker, question: Any) -> TextAnswer:
+        asked.append(question)
+        return TextAnswer(wrong="not run")
+
+    monkeypatch.setattr(TextWorker, "_question", ask)
+    monkeypatch.setattr(Opened, "sites_with_heads", frozenset({SITE}))
+    here, told = base(mine), "U+200B ZERO WIDTH SPACE"
+    forms: list[tuple[str, str, dict[str, str]]] = [
+        ("text", "text", {}), ("text", "text", {"of": f"{SITE}:0"}), ("graph", "prompt", {}),
+        ("graph", "target", {"prompt": "a"}),
+        ("heads", "text", {"site": SITE, "component": "0"}), ("intervene", "prompt", {"select": f"{SITE}:0"}),
+    ]  # fmt: skip
+    with client(mine) as browser:
+        for path, name, more in forms:
+            for text in ("a\u200b<b>\u202e\u00a0\x1b", "plain\n\tüß", " ", "\u00a0"):
+                page = browser.get(f"{here}/{path}", params={name: text, **more}).text
+                question = asked.pop()
+                assert (question if isinstance(question, str) else getattr(question, name)) == text
+                boxes = rf'<textarea name="{name}"[^>]*>\n(.*?)</textarea>|<input name="{name}" value="(.*?)"'
+                box = re.search(boxes, page, re.DOTALL)
+                assert box is not None
+                assert unescape(box[1] or box[2]) == text
+                assert (told in page) == ("\u200b" in text)
+                assert ("U+00A0 NO-BREAK SPACE" in page) == ("\u00a0" in text)
+                assert ("invisible" in page) == ("\u00a0" in text)
+            assert '<span class="token">\\u00a0</span>' in page
+        page = browser.get(f"{here}/text", params={"text": f"{'a' * 500}\u200b{'b' * 500}\x00"}).text
+        assert f'<span class="token">…{"a" * 20}\\u200b{"b" * 59}…</span>' in page
+        assert f"{'b' * 500}\\x00</textarea>" in page  # which no page can hold
+
+
+def test_a_search_for_what_does_not_show(mine: Path) -> None:
+    harvest = Harvest(only_harvest(mine))
+    token = int(harvest.tokens(SITE, int(harvest.summary(SITE).firings.argmax()))["token"][0].as_py())
+    names = [f"[{n}]" for n in range(256)]
+    names[token] = "a\\u00a0b"
+    pq.write_table(pa.table({"text": names}), harvest.folder / "vocabulary.parquet")
+    with client(mine) as browser:
+        for search in ("a\u00a0b", "a\\u00a0b"):
+            page = browser.get(f"{base(mine)}/sites/{SITE}", params={"search": search}).text
+            assert 'searched for: <span class="token">a\\u00a0b</span>' in page
+        assert "No token contains this" in browser.get(f"{base(mine)}/components", params={"search": "a b"}).text
+
+
+def test_an_example_with_what_does_not_show(mine: Path) -> None:
+    """What the names of tokens escape is the character again, and what is an escape in the text itself is not."""
+    harvest = Harvest(only_harvest(mine))
+    names = [f"\\u200b\\u0041[{n}]" for n in range(256)]
+    pq.write_table(pa.table({"text": names}), harvest.folder / "vocabulary.parquet")
+    c = int(harvest.summary(SITE).firings.argmax())
+    with client(mine) as browser:
+        page = browser.get(f"{base(mine)}/intervene", params={"select": f"{SITE}:{c}"}).text
+    box = re.search(r'<textarea name="prompt"[^>]*>\n(.*?)</textarea>', page, re.DOTALL)
+    assert box is not None
+    assert box[1].startswith("\u200b\\u0041[")
+    assert "U+200B ZERO WIDTH SPACE" in page
+
+
 def test_the_factor_shows_where_it_matters(shown: TestClient, harvested: Path) -> None:
     page = shown.get(base(harvested)).text
     [style] = re.findall(r'href="(/static/[^"]*browse.css)"', page)
@@ -751,7 +813,9 @@ def test_hostile_tokens_and_names(mine: Path) -> None:
             assert page.status_code == 200
             assert "<script>alert" not in page.text
             assert "<img" not in page.text
-            assert not set("\u202e\u200f\x1b\x00") & set(page.text)
+            # A box has its text as it would be run, and the page tells what of it does not show.
+            outside = re.sub("<textarea.*?</textarea>", "", page.text, flags=re.DOTALL)
+            assert not set("\u202e\u200f\x1b\x00") & set(outside)
             assert int(page.headers["content-length"]) <= 50_000
         assert "&lt;script&gt;" in page.text
 

@@ -26,16 +26,7 @@ def grouped(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     components 0 and 1, 2 to 4, and so on act together through the sites."""
     folder = tmp_path_factory.mktemp("grouped") / "runs"
     shutil.copytree(harvested, folder, ignore=shutil.ignore_patterns("ckpts"))
-    harvest, rng = Harvest(only_harvest(folder)), np.random.default_rng(0)
-    C = sum(site.C for site in harvest.plan.sites)
-    group = np.searchsorted(np.cumsum(np.arange(2, 40)), np.arange(C), side="right")
-    group[-2:] = [100, 101]
-    shares = rng.uniform(0.02, 0.1, 102)
-    together = rng.random((102, harvest.n_sampled)) < shares[:, None]
-    fires = together[rng.permutation(group)]
-    fires[:, 0] = True
-    np.save(harvest.folder / "components_ends.npy", np.concatenate([[0], np.cumsum(fires.sum(1))]))
-    np.save(harvest.folder / "components_members.npy", np.nonzero(fires)[1].astype(np.int32))
+    act_together(Harvest(only_harvest(folder)))
     for run in (LLAMA, TOY):
         cluster(Harvest(only_harvest(folder, run)), ClusterRequest(alpha=0.5, seeds=2))
     return folder
@@ -50,6 +41,20 @@ def mine(grouped: Path, tmp_path: Path) -> Path:
 def shown(grouped: Path) -> Iterator[TestClient]:
     with client(grouped) as found:
         yield found
+
+
+def act_together(harvest: Harvest) -> None:
+    """Makes up the firings of a harvest: components 0 and 1, 2 to 4, and so on act together through the sites."""
+    rng = np.random.default_rng(0)
+    C = sum(site.C for site in harvest.plan.sites)
+    group = np.searchsorted(np.cumsum(np.arange(2, 40)), np.arange(C), side="right")
+    group[-2:] = [100, 101]
+    shares = rng.uniform(0.02, 0.1, 102)
+    together = rng.random((102, harvest.n_sampled)) < shares[:, None]
+    fires = together[rng.permutation(group)]
+    fires[:, 0] = True
+    np.save(harvest.folder / "components_ends.npy", np.concatenate([[0], np.cumsum(fires.sum(1))]))
+    np.save(harvest.folder / "components_members.npy", np.nonzero(fires)[1].astype(np.int32))
 
 
 def groups_of(folder: Path, run: str = LLAMA) -> Groups:
