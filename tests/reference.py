@@ -221,9 +221,12 @@ def delta_component(W: Num, V: Num, U: Num) -> Num:
     return W - V @ U
 
 
-def masked_site(x: Num, W: Num, V: Num, U: Num, mask: Num, delta: Num, route: Num, bias: Num | None = None) -> Num:
-    """F1: x `[..., d_in]`, mask `[..., C]`, delta and route `[...]` -> `[..., d_out]`."""
-    decomposed = ((x @ V) * mask) @ U + delta[..., None] * (x @ delta_component(W, V, U))
+def masked_site(
+    x: Num, W: Num, V: Num, U: Num, mask: Num, delta: Num, route: Num, bias: Num | None = None, added: Num | None = None
+) -> Num:
+    """F1: x `[..., d_in]`, mask `[..., C]`, delta and route `[...]` -> `[..., d_out]`. F8: added `[..., C]`."""
+    through = (x @ V) * mask if added is None else (x @ V) * mask + added
+    decomposed = through @ U + delta[..., None] * (x @ delta_component(W, V, U))
     y = route[..., None] * decomposed + (1.0 - route[..., None]) * (x @ W)
     return y if bias is None else y + bias
 
@@ -843,8 +846,9 @@ def masked_pass(
     routes: dict,
     chosen: Mapping[str, Array] = NO_EXPERTS,
     see: See | None = None,
+    added: Mapping[str, Num] | None = None,
 ) -> tuple[Num, dict[str, Num]]:
-    """F1, F3, X3: the sites in `masks` are live, all other modules compute x @ W. No entry in `routes`:
+    """F1, F3, X3, F8: the sites in `masks` are live, all other modules compute x @ W. No entry in `routes`:
     routed everywhere; no entry in `chosen`: the mixture chooses by itself. -> (output, {live site: its output})."""
     outputs: dict[str, Num] = {}
 
@@ -853,7 +857,7 @@ def masked_pass(
             return x @ W
         V, U, m, delta = components[module]["V"], components[module]["U"], masks[module], deltas[module]
         route = routes.get(module, np.ones(m.shape[:-1]))
-        outputs[module] = masked_site(x, W, V, U, m, delta, route)
+        outputs[module] = masked_site(x, W, V, U, m, delta, route, added=(added or {}).get(module))
         return outputs[module]
 
     return run_target(target, linear, lambda mixture, own: chosen.get(mixture, own), see=see), outputs

@@ -132,17 +132,19 @@ def through_components(
     U: Float[Array, "*experts C d_out"],
     g: Float[Array, "*n C"],
     groups: ExpertGroups | None = None,
+    added: Float[Array, "*n C"] | None = None,
 ) -> Float[Array, "*n d_out"]:
     """Returns the part ``((xV) ⊙ g) U`` of F2 in fp32 or wider. It is a sum over components, so any block of them can
     be given.
 
     ``g``: from `component_gate`. It is cast for the product (N1), and may have several consecutive rows for each row of
-    ``x``. ``groups``: the slots of each expert, where the matrices are those of experts.
+    ``x``. ``groups``: the slots of each expert, where the matrices are those of experts. ``added``: ``r s`` of F8, if
+    there is any.
     """
     inner = row_or_product(x, V, groups)
     if x.shape[0] != g.shape[0] and groups is None:
         inner = jnp.repeat(inner, g.shape[0] // x.shape[0], axis=0)
-    inner = inner * g
+    inner = inner * g if added is None else inner * g + added
     return product_wide(inner.astype(V.dtype if jnp.issubdtype(x.dtype, jnp.integer) else x.dtype), U, groups)
 
 

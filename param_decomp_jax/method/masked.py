@@ -236,10 +236,25 @@ class MaskedLayer:
                 source = streams[i].sources.components(part.sources[i], here.at, part.column, groups)
                 return component_gate(interpolate(importance, source), deltas[i], routes[i])
 
+            def added(of: Sequence[int], gates: Sequence[Array]) -> Float[Array, "rows *n C"] | None:
+                found = [streams[i].sources.added(part.sources[i], here.at, groups) for i in of]
+                if all(own is None for own in found):
+                    return None
+
+                def routed(i: int, own: Array | None, gate: Array) -> Array:
+                    if own is None:
+                        return jnp.zeros_like(gate)
+                    route = routes[i]
+                    return jnp.broadcast_to(own if route is None else route[..., None] * own, gate.shape)
+
+                return side_by_side([routed(*each) for each in zip(of, found, gates, strict=True)])
+
             def outputs(of: Sequence[int]) -> list[Float[Array, "B *n d_out"]]:
                 xs = [inputs[i] if stack.lookup else inputs[i].astype(dtype) for i in (of[:1] if shared else of)]
-                gates = side_by_side([gate(i) for i in of])
-                y = constrain(through_components(side_by_side(xs), part.V, part.U, gates, groups), "batch")
+                each = [gate(i) for i in of]
+                gates = side_by_side(each)
+                through = through_components(side_by_side(xs), part.V, part.U, gates, groups, added(of, each))
+                y = constrain(through, "batch")
                 return split_rows(y, len(of))
 
             over = OverPositions(groups, stack.experts or 0)

@@ -34,11 +34,13 @@ class Sources(eqx.Module):
     """The sources of one stack. ``lead``: axes that broadcast against, or tile over, the leading axes of an activation.
     For experts' matrices, ``layers`` is two axes (X6).
 
-    The delta has an array of its own, because C + 1 does not shard (M5). None means no delta path.
+    The delta has an array of its own, because C + 1 does not shard (M5). None means no delta path. ``added``: the
+    numbers of F8, which only interventions have, with the leading axes of ``components``.
     """
 
     components: Float[Array, "*layers_lead C"]
     delta: Float[Array, "*layers_lead"] | None
+    added: Float[Array, "*layers_lead C"] | None = None
 
 
 Bundle = dict[str, Sources]
@@ -79,6 +81,12 @@ class SourceKind(Protocol):
         """Returns the raw delta source (M2); None without a delta path."""
         ...
 
+    def added(
+        self, slice_: Any, at: UInt32[Array, "*n"], groups: ExpertGroups | None = None
+    ) -> Float[Array, "*#n_slots C"] | None:
+        """Returns the numbers of F8; None if there are none."""
+        ...
+
 
 @dataclass(frozen=True)
 class StochasticSources:
@@ -101,6 +109,9 @@ class StochasticSources:
 
     def delta(self, slice_: Any, at: Array, groups: ExpertGroups | None = None) -> Array | None:
         return self._draw(1, slice_, at, jnp.zeros(1, jnp.uint32), groups)[..., 0] if self.use_delta else None
+
+    def added(self, slice_: Any, at: Array, groups: ExpertGroups | None = None) -> Array | None:
+        return None
 
     def _draw(self, which: int, sites: Array, at: Array, columns: Array, groups: ExpertGroups | None) -> Array:
         """Draws sources. ``which``: 0 for components, 1 for deltas. ``sites``: the site's canonical number, or every
@@ -132,6 +143,9 @@ class ConstantSources:
         return jnp.full((1,) * (at.ndim + 1 if groups is None else groups.chosen.ndim + 1), self.kind.value)
 
     def delta(self, slice_: Any, at: Array, groups: ExpertGroups | None = None) -> Array | None:
+        return None
+
+    def added(self, slice_: Any, at: Array, groups: ExpertGroups | None = None) -> Array | None:
         return None
 
 
@@ -167,6 +181,9 @@ class GivenSources:
 
     def delta(self, slice_: Any, at: Array, groups: ExpertGroups | None = None) -> Array | None:
         return None if slice_.delta is None else self._at(slice_.delta, at, groups)
+
+    def added(self, slice_: Any, at: Array, groups: ExpertGroups | None = None) -> Array | None:
+        return None if slice_.added is None else self._at(slice_.added, at, groups)
 
     def _at(self, source: Array, at: Array, groups: ExpertGroups | None) -> Array:
         if groups is None:
@@ -204,6 +221,9 @@ class MergedSources:
         of_attack, other = slice_
         first, second = self.attack.delta(of_attack, at, groups), self.stochastic.delta(other, at, groups)
         return None if first is None or second is None else self._by_row(at, first, second)
+
+    def added(self, slice_: Any, at: Array, groups: ExpertGroups | None = None) -> Array | None:
+        return None
 
     def _by_row(self, at: Array, of_attack: Array, other: Array) -> Array:
         row = at[(slice(None), *(slice(1),) * (at.ndim - 1))] // self.row_size

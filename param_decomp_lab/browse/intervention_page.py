@@ -1,4 +1,4 @@
-"""The page of an intervention: a prompt with some components out, scaled, or on alone."""
+"""The page of an intervention: a prompt with some components out, scaled, set to an activation, or on alone."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from param_decomp_lab.harvest.files.groups import GROUP
 
 MOST = 500
 """Components of a selection."""
-HOWS = ("off", "alone", "scale")
+HOWS = ("off", "alone", "scale", "set")
 LINKED = 12
 """Components of a selection that are linked."""
 _MARKERS = re.compile(r"<\|\w+\|>|</?s>|<[be]os>")
@@ -44,7 +44,8 @@ class InterventionPages:
         return self._pages.render(
             "intervene.html", opened=opened, prompt=as_asked(prompt[:LONGEST]), select=clean("\n".join(selection)),
             how=how if how in HOWS else "off", scale=clean(scale, 12), goes_on=goes_on,
-            unit=unit(opened), chosen=chosen[:LINKED], example=example, **values,
+            unit=unit(opened), chosen=chosen[:LINKED], example=example,
+            usual=opened.harvest.component(*chosen[0]) if len(chosen) == 1 else None, **values,
         )  # fmt: skip
 
     def _ask(
@@ -53,16 +54,17 @@ class InterventionPages:
         if len(prompt) > LONGEST or len(selection) > MOST:
             return {"wrong": f"a prompt may have {LONGEST:,} characters, and a selection {MOST} components"}
         try:
-            factor = float(scale) if how == "scale" else 0.0
+            value = float(scale) if how in ("scale", "set") else 0.0
         except ValueError:
-            factor = math.nan
-        if how not in HOWS or not math.isfinite(factor):
+            value = math.nan
+        if how not in HOWS or not math.isfinite(value):
             return {"wrong": f"'{clean(scale, 40)}' should be a number"}
         try:
             selection = _without_groups(opened, selection)
         except UserError as error:
             return {"wrong": clean(error, 2000)}
-        question = InterventionQuestion(prompt, selection, how == "alone", factor, goes_on)
+        factor, set_to = (0.0, value) if how == "set" else (value, None)
+        question = InterventionQuestion(prompt, selection, how == "alone", factor, goes_on, set_to)
         answer = self._workers.of(opened).intervention(question, PATIENCE_S)
         if answer is None:
             return {"waiting": WAITING}

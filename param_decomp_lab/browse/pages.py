@@ -52,6 +52,8 @@ RUNS = 20
 RARE_FIRINGS = 100
 """Ratios of components that fire less often are of little meaning."""
 TOKENS_SHOWN = 12
+OF_SIGN = 8
+"""Tokens of each sign of a that are shown."""
 CO_FIRING = 12
 THIRDS = ("upper third", "middle third", "lower third")
 LABEL_CHARACTERS = 80
@@ -232,7 +234,7 @@ class Pages:
             uniform=self.lists(opened, by_third(examples), row["activation_max"]),
             id=f"{site}:{n}", python="" if self.only is not None else _in_python(opened, site, n),
             at_one=AT_ONE, ranked_by_a=plan.format > 1,
-            tokens=_token_rows(tokens), outputs=outputs.to_pylist(),
+            tokens=_token_rows(tokens), outputs=outputs.to_pylist(), signs=harvest.by_sign(site, n, OF_SIGN),
             co_firing=[
                 {**c, "label": opened.labels.history(c["site"], c["component"])[:1]} for c in co_firing.to_pylist()
             ],

@@ -62,14 +62,15 @@ class GraphQuestion:
 
 @dataclass(frozen=True)
 class InterventionQuestion:
-    """A prompt with some components at a scale, or on alone, at their positions. ``goes_on``: how the text goes on,
-    too, which takes a program for every token more."""
+    """A prompt with some components at a scale, set to an activation, or on alone, at their positions. ``goes_on``: how
+    the text goes on, too, which takes a program for every token more."""
 
     prompt: str
     selection: tuple[str, ...]
     alone: bool
     scale: float
     goes_on: bool = False
+    set_to: float | None = None
 
 
 @dataclass(frozen=True)
@@ -524,7 +525,9 @@ def _of_component(run: Any, question: ComponentQuestion) -> ComponentAnswer:
 
 def _intervene(run: Any, question: InterventionQuestion) -> InterventionAnswer:
     of_text = run.text is not None
-    options = {"alone": True} if question.alone else {"scale": question.scale}
+    options: dict[str, Any] = {"alone": True} if question.alone else {"scale": question.scale}
+    if question.set_to is not None:
+        options = {"set_to": question.set_to}
     found = run.intervene(
         question.prompt,
         question.selection,

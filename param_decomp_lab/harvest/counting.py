@@ -55,7 +55,9 @@ class BlockCounter:
         first_row = first // plan.length
         sampled = self.sampled(block)
         kept = sampled < n_valid
-        chosen = BlockPositions(first + sampled[kept], outputs[kept].astype(np.int32), values[kept].astype(np.float16))
+        at = sampled[kept]
+        tokens = np.zeros(len(at), np.int32) if inputs.tokens is None else inputs.tokens[at]
+        chosen = BlockPositions(first + at, tokens, outputs[kept].astype(np.int32), values[kept].astype(np.float16))
         position_keys = keys.keys(self._streams[1], first + np.arange(n))
 
         def count_site(number: int) -> None:
@@ -73,7 +75,7 @@ class BlockCounter:
             site.top.add(found, top, first_row, plan.length)
             site.uniform.add(found, uniform, first_row, plan.length)
             state.tokens.add(number, inputs.counted(found, pairs))
-            chosen.add(number, found, sampled[kept])
+            chosen.add(number, found, at)
 
         list(pool.map(count_site, range(len(sites))))
         state.tokens.spill(f"tokens-block-{block}")

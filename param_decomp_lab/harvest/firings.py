@@ -82,8 +82,9 @@ class Firings(Protocol):
 
     def components_at(
         self, positions: Int64[np.ndarray, " s"]
-    ) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " f"]]:
-        """Returns how many components fire at each of these positions, and which, position by position."""
+    ) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " f"], Bool[np.ndarray, " f"]]:
+        """Returns how many components fire at each of these positions, and which, position by position, and whether
+        their activation is negative."""
 
     def gather(
         self, positions: Int32[np.ndarray, "m w"], components: Int32[np.ndarray, " m"]
@@ -123,9 +124,11 @@ class HostFirings:
 
     def components_at(
         self, positions: Int64[np.ndarray, " s"]
-    ) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " f"]]:
+    ) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " f"], Bool[np.ndarray, " f"]]:
         fires = self.importance[positions] > self.threshold
-        return fires.sum(1, dtype=np.int32), np.nonzero(fires)[1].astype(np.int32)
+        place, component = np.nonzero(fires)
+        negative = self.activation[positions[place], component] < 0
+        return fires.sum(1, dtype=np.int32), component.astype(np.int32), negative
 
     def gather(
         self, positions: Int32[np.ndarray, "m w"], components: Int32[np.ndarray, " m"]
@@ -161,10 +164,12 @@ class ListedFirings:
 
     def components_at(
         self, positions: Int64[np.ndarray, " s"]
-    ) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " f"]]:
+    ) -> tuple[Int32[np.ndarray, " s"], Int32[np.ndarray, " f"], Bool[np.ndarray, " f"]]:
         starts, stops = (np.searchsorted(self.position, positions, side) for side in ("left", "right"))
-        found = [self.component[a:b] for a, b in zip(starts, stops, strict=True)]
-        return (stops - starts).astype(np.int32), np.concatenate([np.zeros(0, np.int32), *found])
+        spans = [slice(a, b) for a, b in zip(starts, stops, strict=True)]
+        component = np.concatenate([np.zeros(0, np.int32), *(self.component[span] for span in spans)])
+        negative = np.concatenate([np.zeros(0, bool), *(self.activation[span] < 0 for span in spans)])
+        return (stops - starts).astype(np.int32), component, negative
 
     def gather(
         self, positions: Int32[np.ndarray, "m w"], components: Int32[np.ndarray, " m"]

@@ -25,6 +25,7 @@ from param_decomp_lab.harvest.files.tables import (
     FIRINGS_FILE,
     GROUPS,
     INPUTS_FILE,
+    NEGATIVE_FILE,
     PLAN_FILE,
     POSITIONS_FILE,
     RARE_TOKEN,
@@ -49,8 +50,8 @@ LENS_TOKENS = 10
 ENGINE_MEMORY = "1GB"
 ASKED_AT_ONCE = 8 * GROUPS["tokens"]
 """The number of components whose tokens one query adds up. Each query reads every file."""
-LOW = np.uint64(32)
-"""Bits of the lower number of a pair."""
+HALF, SIGN = np.uint64(32), np.uint64(1)
+"""Bits of the lower number of a pair, and of the sign behind it."""
 
 
 def publish(run: OpenedRun, plan: HarvestPlan, source: Source, state: HarvestState, out: Path) -> None:
@@ -313,22 +314,29 @@ def write_positions(plan: HarvestPlan, state: HarvestState, folder: Path) -> Non
     outputs, values = (np.concatenate([getattr(b, name) for b in blocks])[order] for name in ("outputs", "values"))
     columns = {"row": (positions[order] // plan.length).astype(np.int32),
                "position": (positions[order] % plan.length).astype(np.int32),
+               "token": np.concatenate([block.tokens for block in blocks])[order],
                "outputs": _lists(outputs), "values": _lists(values)}  # fmt: skip
     pq.write_table(pa.table(columns), folder / POSITIONS_FILE, compression="zstd")
 
     offsets = np.concatenate([[0], np.cumsum([site.C for site in plan.sites])])
     place = np.argsort(order).astype(np.uint64)
-    # A pair of a position and a component is one number, which is sorted in place and takes a third of the memory.
+    # A pair of a position and a component, with a sign behind it, is one number, which is sorted in place and takes a
+    # third of the memory. Both have fewer than 2^31.
     pairs = []
     for number in range(len(plan.sites)):
         component = np.concatenate([b.components.pop(number) for b in blocks]).astype(np.uint64)
+        negative = np.concatenate([b.negative.pop(number) for b in blocks])
         counts = np.concatenate([b.counts.pop(number) for b in blocks])
-        pairs.append(np.repeat(place << LOW, counts) | (component + np.uint64(offsets[number])))
+        lower = ((component + np.uint64(offsets[number])) << SIGN) | negative.astype(np.uint64)
+        pairs.append(np.repeat(place << (HALF + SIGN), counts) | lower)
     packed = np.concatenate(pairs)
     pairs.clear()
     for name, n in (("positions", len(positions)), ("components", int(offsets[-1]))):
         packed.sort()
-        ends = np.searchsorted(packed, np.arange(n + 1, dtype=np.uint64) << LOW)
+        ends = np.searchsorted(packed, np.arange(n + 1, dtype=np.uint64) << (HALF + SIGN))
         np.save(folder / f"{name}_ends.npy", ends.astype(np.int64))
-        np.save(folder / f"{name}_members.npy", packed.astype(np.uint32).view(np.int32))
-        packed = (packed << LOW) | (packed >> LOW)
+        np.save(folder / f"{name}_members.npy", (packed >> SIGN).astype(np.uint32).view(np.int32))
+        negative = packed & SIGN
+        if name == "components":
+            np.save(folder / NEGATIVE_FILE, negative.astype(np.int8))
+        packed = (packed >> SIGN << (HALF + SIGN)) | (packed >> (HALF + SIGN) << SIGN) | negative

@@ -186,11 +186,11 @@ def _write_positions(file: Path, positions: dict[int, BlockPositions]) -> None:
     if blocks:
         chosen = [positions[block] for block in blocks]
         arrays["sizes"] = np.asarray([len(p.positions) for p in chosen])
-        for name in ("positions", "outputs", "values"):
+        for name in ("positions", "tokens", "outputs", "values"):
             arrays[name] = np.concatenate([getattr(p, name) for p in chosen])
         for site in chosen[0].counts:
-            arrays[f"counts.{site}"] = np.concatenate([p.counts[site] for p in chosen])
-            arrays[f"components.{site}"] = np.concatenate([p.components[site] for p in chosen])
+            for name in ("counts", "components", "negative"):
+                arrays[f"{name}.{site}"] = np.concatenate([getattr(p, name)[site] for p in chosen])
     np.savez(file, **arrays)
 
 
@@ -201,16 +201,19 @@ def _read_positions(file: Path) -> dict[int, BlockPositions]:
     if not blocks:
         return {}
     ends = np.cumsum(arrays.pop("sizes"))[:-1]
-    split = {name: np.split(arrays[name], ends) for name in ("positions", "outputs", "values")}
+    split = {name: np.split(arrays[name], ends) for name in ("positions", "tokens", "outputs", "values")}
     counts = {int(name[7:]): np.split(x, ends) for name, x in arrays.items() if name.startswith("counts.")}
-    components = {
-        site: np.split(arrays[f"components.{site}"], np.cumsum([x.sum() for x in of_site])[:-1].astype(int))
-        for site, of_site in counts.items()
-    }
+    components, negative = (
+        {
+            site: np.split(arrays[f"{name}.{site}"], np.cumsum([x.sum() for x in of_site])[:-1].astype(int))
+            for site, of_site in counts.items()
+        }
+        for name in ("components", "negative")
+    )
     return {
         block: BlockPositions(
-            split["positions"][n], split["outputs"][n], split["values"][n],
-            {site: x[n] for site, x in counts.items()}, {site: x[n] for site, x in components.items()},
+            split["positions"][n], split["tokens"][n], split["outputs"][n], split["values"][n],
+            *({site: x[n] for site, x in by_site.items()} for by_site in (counts, components, negative)),
         )
         for n, block in enumerate(blocks)
     }  # fmt: skip

@@ -1,16 +1,20 @@
 """A claim about components, tested on text that the run did not train on: what they do to one token after some text."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import count, product
-from math import isfinite
+from math import ceil, isfinite
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from param_decomp_lab.data.row_range import TokenRows
+from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening.run import Run
 from param_decomp_lab.opening.selection import selected
@@ -26,6 +30,14 @@ RESAMPLES = 2000
 COVERED = 0.95
 TEXT_BEFORE, TEXT_AFTER = 15, 5
 """Tokens that are shown around a place."""
+MOST_ROWS = 4096
+"""Rows that are read unless a request says how many."""
+READ_AT_ONCE = 64 * ROWS_AT_ONCE
+"""Rows that are in memory at once."""
+ROUNDING_ROWS = 8 * ROWS_AT_ONCE
+"""Rows on which the effect of rounding is measured."""
+MOST_LISTED = 1000
+"""Counterexamples that are kept with their text; the others are counted."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,8 @@ class ClaimRequest:
     speak for ``token``.
 
     ``scales``: what they are multiplied by, each in turn; 0 takes them out. ``controls``: draws of other components.
-    ``rows``: held-out rows to read; None for all. ``seed``: of the draws and the intervals.
+    ``rows``: how many rows to read, from the first on; None for `MOST_ROWS` at most. ``seed``: of the draws and the
+    intervals. ``data``: a folder of token data to read in place of the run's held-out rows.
     """
 
     components: Sequence[str]
@@ -44,13 +57,15 @@ class ClaimRequest:
     controls: int = 0
     rows: int | None = None
     seed: int = 0
+    data: Path | None = None
 
 
 @dataclass(frozen=True)
 class Change:
     """What happens to the token at some places. ``before``, ``after``: its mean probability. ``falls``: the share of
-    the places at which it falls. ``log_change``: the mean change of its log-probability, in nats, with the 95 %
-    ``interval`` over rows (bootstrap); None where the places are in fewer than two rows."""
+    the places at which its log-probability falls by more than `Rounding`. ``log_change``: the mean change of its
+    log-probability, in nats, with the 95 % ``interval`` over rows (bootstrap); None where the places are in fewer than
+    two rows."""
 
     places: int
     before: float
@@ -89,19 +104,38 @@ class Counterexample:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """Changes of the token's log-probability, in nats, up to which they may be rounding and count as none: ``here``,
+    after the texts, and ``elsewhere``.
+
+    Twice the largest that is seen where every component of the claim's sites is off by one unit in the last place of
+    the run's compute dtype, with random signs, in up to `ROUNDING_ROWS` rows with the texts. At least the spacing of
+    float32 numbers at the largest log-probability there.
+    """
+
+    here: float
+    elsewhere: float
+
+
+@dataclass(frozen=True)
 class Claim:
-    """A tested claim. ``lines``: each component alone, then all together, at every scale. ``exceptions``: the places
-    after the texts at which the token does not fall with all of them at the first scale (does not rise, if that is
-    above 1)."""
+    """A tested claim. ``data``: where the rows come from, of which it has read the first ``rows`` of
+    ``rows_available``. ``lines``: each component alone, then all together, at every scale. ``exceptions``: the places
+    after the texts at which the token does not fall by more than rounding with all of them at the first scale (does not
+    rise, if that is above 1): the first `MOST_LISTED` of ``n_exceptions``."""
 
     run: str
     step: int
     after: tuple[str, ...]
     token: str
     token_id: int
+    data: str
     rows: int
+    rows_available: int
+    rounding: Rounding
     lines: tuple[ClaimLine, ...]
     exceptions: tuple[Counterexample, ...]
+    n_exceptions: int
 
     def as_json(self) -> str:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
@@ -124,55 +158,80 @@ class Claim:
 
         yield from markdown_table(columns, rows())
 
+    def notes(self) -> Iterator[str]:
+        """What was read, and what counts as no change."""
+        part = "all" if self.rows == self.rows_available else f"the first {self.rows:,} of"
+        yield f"{part} {self.rows_available:,} rows of {self.data}"
+        yield (
+            f"a change of log P below {self.rounding.here:.2g} nats after the text and {self.rounding.elsewhere:.2g} "
+            "elsewhere may be rounding, and counts as none"
+        )
+
 
 def measure_claim(run: Run, request: ClaimRequest, report: Report | None = None) -> Claim:
-    """Tests a claim on the run's held-out rows.
+    """Tests a claim on the run's held-out rows, or on those of ``request.data``; a few are in memory at a time.
 
     Components are multiplied at every position, all else (Δ too) as it is; the target itself is what they are compared
     with. A control is as many components of the same sites that the claim does not name, drawn without replacement in
     proportion to how often they fire at the places after the texts: all that fire there, where these are fewer.
 
-    Raises UserError, before anything is computed, for a toy, for what is unknown or not one token, and where a text
-    does not occur.
+    Raises UserError, before the network runs, for a toy, for what is unknown or not one token, for rows that are not
+    there, and where a text does not occur.
     """
     token, chosen = _check(run, request)
-    rows = run.held_out_rows(request.rows)
-    here = _places(run, rows, request.after)
+    rows = ClaimRows(run, request)
+    in_row = rows.count_places(report)
+    with_places = np.flatnonzero(in_row)
     sets = [(name,) for name in chosen] + ([tuple(chosen)] if len(chosen) > 1 else [])
-    batches = -(-len(rows) // ROWS_AT_ONCE)
-    firing_rows = np.flatnonzero(here.any(axis=1)) if request.controls else np.zeros(0, int)
-    n_lines = len(sets) * len(request.scales)
-    total = batches * (1 + n_lines * (1 + request.controls)) + -(-len(firing_rows) // ROWS_AT_ONCE)
+    batches, batches_here = (ceil(n / ROWS_AT_ONCE) for n in (rows.n, len(with_places)))
+    total = batches * (1 + len(sets) * len(request.scales) * (1 + request.controls))
+    total += 2 * ceil(min(len(with_places), ROUNDING_ROWS) / ROWS_AT_ONCE) + batches_here * (request.controls > 0)
     done = count(1)
 
-    def told(what: str) -> Callable[[], None]:
-        return lambda: report(what, next(done), total) if report is not None else None
+    def tell(what: str) -> None:
+        if report is not None:
+            report(what, next(done), total)
 
-    log_p = partial(_log_probabilities, run, rows, token)
-    before = log_p({}, told("the model as it is"))
     sites = _masks(run, chosen)
     firings = {}
     if request.controls:
-        firings = firings_at(run, rows[firing_rows], here[firing_rows], list(sites), told("what fires after the text"))
+        firings = firings_at(run, rows.batches(with_places), list(sites), lambda: tell("what fires after the text"))
     rng = np.random.default_rng(request.seed)
     drawn = {names: draw_others(_masks(run, names), sites, firings, request.controls, rng) for names in sets}
-    lines, exceptions = [], []
-    for names, scale in product(sets, request.scales):
-        after = log_p(_scaled(_masks(run, names), scale), told(f"{_listed(names)} times {scale:g}"))
-        lines.append(_line(request, names, scale, here, before, [after]))
-        if drawn[names]:
-            tell = told(f"controls of {_listed(names)} times {scale:g}")
-            controls = (log_p(_scaled(_masks(run, others), scale), tell) for others in drawn[names])
-            control = _line(request, names, scale, here, before, controls)
-            lines[-1] = ClaimLine(
-                names, scale, lines[-1].here, lines[-1].elsewhere, drawn[names], control.here, control.elsewhere
-            )
-        if names == sets[-1] and scale == request.scales[0]:
-            wrong = here & ((after >= before) if scale < 1 else (after <= before))
-            exceptions = [_counterexample(run, rows, before, after, *place) for place in np.argwhere(wrong).tolist()]
-    return Claim(
-        run.id, run.step, tuple(request.after), request.token, token, len(rows), tuple(lines), tuple(exceptions)
+    rounding = _rounding(
+        run, rows.batches(with_places[:ROUNDING_ROWS]), token, sites, rng, lambda: tell("what rounding does")
     )
+    original = _Original(rows.n)
+    tested = [
+        _Tested(run, names, scale, drawn[names], rows.n, rounding) for names, scale in product(sets, request.scales)
+    ]
+    claimed = next(one for one in tested if one.names == sets[-1])
+    exceptions: list[Counterexample] = []
+    n_exceptions = 0
+    for batch in rows.batches(np.arange(rows.n)):
+
+        def log_p(masks: Mapping[str, np.ndarray], batch: RowBatch = batch) -> Float[np.ndarray, "n T"]:
+            found = _log_probabilities(run, batch, token, masks)
+            tell("with and without the components")
+            return found
+
+        before = log_p({})
+        original.add(batch, before)
+        for one in tested:
+            after = log_p(one.masks)
+            one.add(batch, before, after)
+            for masks in one.control_masks:
+                one.add_control(batch, before, log_p(masks))
+            if one is claimed:
+                moved = after.astype(np.float64) - before
+                wrong = batch.here & ((moved if one.scale > 1 else -moved) <= rounding.here)
+                n_exceptions += int(wrong.sum())
+                for row, position in np.argwhere(wrong)[: MOST_LISTED - len(exceptions)].tolist():
+                    exceptions.append(_counterexample(run, batch, before, after, row, position))
+    return Claim(
+        run.id, run.step, tuple(request.after), request.token, token, rows.data.source, rows.n, len(rows.data),
+        rounding, tuple(one.line(original, request.seed) for one in tested), tuple(exceptions), n_exceptions,
+    )  # fmt: skip
 
 
 def _check(run: Run, request: ClaimRequest) -> tuple[int, list[str]]:
@@ -197,23 +256,151 @@ def _check(run: Run, request: ClaimRequest) -> tuple[int, list[str]]:
     token = read_output(run, request.token, "--token")
     if token >= run.n_outputs:
         raise UserError(f"--token: the model has {run.n_outputs:,} tokens, and this is token {token:,}")
+    if request.rows is not None and request.rows < 1:
+        raise UserError(f"--rows {request.rows}: should be at least 1")
     chosen = list(dict.fromkeys(name.strip() for name in request.components))
     _masks(run, chosen)
     return token, chosen
 
 
-def _places(run: Run, rows: Int[np.ndarray, "rows T"], after: Sequence[str]) -> Bool[np.ndarray, "rows T"]:
-    assert run.text is not None
-    here = np.zeros(rows.shape, bool)
-    for text in after:
-        found = run.text.ends_with(rows, text)
-        if not found.any():
-            raise UserError(
-                f"--after: no token of the {len(rows):,} held-out rows ends with '{shortened(text, 60)}'; spaces and "
-                "capitals count"
-            )
-        here |= found
-    return here
+class RowBatch(NamedTuple):
+    """`ROWS_AT_ONCE` rows. ``ids``: their numbers; fewer, if the last ones only fill the batch up, so that there is one
+    program. ``here``: the places after the texts, of the rows that count."""
+
+    ids: Int[np.ndarray, " n"]
+    tokens: Int[np.ndarray, "rows T"]
+    here: Bool[np.ndarray, "n T"]
+
+
+class ClaimRows:
+    """The rows that a claim is tested on: the first ``n`` of ``data``."""
+
+    def __init__(self, run: Run, request: ClaimRequest) -> None:
+        assert run.text is not None
+        self._find, self._longest, self._after = run.text.ends_with, run.longest_row, request.after
+        self.data: TokenRows
+        if request.data is not None:
+            self.data = TokenData(request.data)
+            self.data.check(run.n_outputs)
+        elif run.resolved.holds_rows_out:
+            self.data = run.resolved.held_out_rows
+        else:
+            raise UserError("the run had no eval, so it trained on all of its rows; give others: --data FOLDER")
+        self.n = min(MOST_ROWS if request.rows is None else request.rows, len(self.data))
+
+    def _read(self, ids: Int[np.ndarray, " n"]) -> Iterator[tuple[Int[np.ndarray, " n"], Int[np.ndarray, "n T"]]]:
+        for first in range(0, len(ids), READ_AT_ONCE):
+            these = ids[first : first + READ_AT_ONCE]
+            yield these, self.data.rows(these)[:, : self._longest]
+
+    def count_places(self, report: Report | None) -> Int[np.ndarray, " rows"]:
+        """The number of places after the texts in each row. Raises UserError for a text that does not occur."""
+        found, occurs = np.zeros(self.n, np.int64), dict.fromkeys(self._after, False)
+        for ids, rows in self._read(np.arange(self.n)):
+            each = {text: self._find(rows, text) for text in self._after}
+            occurs = {text: seen or bool(each[text].any()) for text, seen in occurs.items()}
+            found[ids] = np.any([*each.values()], axis=0).sum(axis=1)
+            if report is not None:
+                report("looking for the text", int(ids[-1]) + 1, self.n)
+        for text, seen in occurs.items():
+            if not seen:
+                more = f"; --rows reads more of the {len(self.data):,}" if self.n < len(self.data) else ""
+                raise UserError(
+                    f"--after: no token of the {self.n:,} rows ends with '{shortened(text, 60)}'; spaces and capitals "
+                    f"count{more}"
+                )
+        return found
+
+    def batches(self, ids: Int[np.ndarray, " n"]) -> Iterator[RowBatch]:
+        """The rows with these numbers, `ROWS_AT_ONCE` at a time."""
+        for numbers, rows in self._read(ids):
+            here = np.any([self._find(rows, text) for text in self._after], axis=0)
+            for first in range(0, len(numbers), ROWS_AT_ONCE):
+                own = slice(first, first + ROWS_AT_ONCE)
+                filled = np.minimum(np.arange(first, first + ROWS_AT_ONCE), len(rows) - 1)
+                yield RowBatch(numbers[own], rows[filled], here[own])
+
+
+class _Original:
+    """The places in each row, and the sum of the token's probabilities there: after the texts, and elsewhere."""
+
+    def __init__(self, n_rows: int) -> None:
+        self.places, self.p = np.zeros((2, n_rows), np.int64), [0.0, 0.0]
+
+    def add(self, batch: RowBatch, log_p: Float[np.ndarray, "n T"]) -> None:
+        for n, at in enumerate((batch.here, ~batch.here)):
+            self.places[n, batch.ids] = at.sum(axis=1)
+            self.p[n] += float(np.exp(log_p[at], dtype=np.float64).sum())
+
+
+class _Tally:
+    """Sums of what a change of the network does to the token; several controls are added up. The changes of the
+    log-probability have a sum for each row, which intervals are made of."""
+
+    def __init__(self, n_rows: int, rounding: Rounding) -> None:
+        self._least = rounding.here, rounding.elsewhere
+        self._p, self._falls = [0.0, 0.0], [0, 0]
+        self._moved = np.zeros((2, n_rows))
+
+    def add(self, batch: RowBatch, before: Float[np.ndarray, "n T"], after: Float[np.ndarray, "n T"]) -> None:
+        moved = after.astype(np.float64) - before
+        for n, at in enumerate((batch.here, ~batch.here)):
+            self._p[n] += float(np.exp(after[at], dtype=np.float64).sum())
+            self._falls[n] += int((moved[at] < -self._least[n]).sum())
+            self._moved[n, batch.ids] += np.where(at, moved, 0).sum(axis=1)
+
+    def mean(self, original: _Original, draws: int, seed: int) -> tuple[Change | None, Change | None]:
+        """The change after the texts, and elsewhere, a mean over as many ``draws``."""
+
+        def change(n: int) -> Change | None:
+            places = original.places[n]
+            total = int(places.sum())
+            if not total or not draws:
+                return None
+            moved = self._moved[n] / draws
+            return Change(
+                total, original.p[n] / total, self._p[n] / (total * draws), self._falls[n] / (total * draws),
+                float(moved.sum() / total), bootstrap(moved, places, seed),
+            )  # fmt: skip
+
+        return change(0), change(1)
+
+
+class _Tested:
+    """Components at a scale, and their controls, while rows are read."""
+
+    def __init__(
+        self,
+        run: Run,
+        names: tuple[str, ...],
+        scale: float,
+        others: tuple[tuple[str, ...], ...],
+        n_rows: int,
+        rounding: Rounding,
+    ) -> None:
+        self.names, self.scale, self._others = names, scale, others
+        self._chosen, *self._controls = (_masks(run, components) for components in (names, *others))
+        self._tally, self._control = (_Tally(n_rows, rounding) for _ in range(2))
+
+    @property
+    def masks(self) -> dict[str, Float[np.ndarray, " C"]]:
+        return _scaled(self._chosen, self.scale)
+
+    @property
+    def control_masks(self) -> Iterator[dict[str, Float[np.ndarray, " C"]]]:
+        return (_scaled(named, self.scale) for named in self._controls)
+
+    def add(self, batch: RowBatch, before: Float[np.ndarray, "n T"], after: Float[np.ndarray, "n T"]) -> None:
+        self._tally.add(batch, before, after)
+
+    def add_control(self, batch: RowBatch, before: Float[np.ndarray, "n T"], after: Float[np.ndarray, "n T"]) -> None:
+        self._control.add(batch, before, after)
+
+    def line(self, original: _Original, seed: int) -> ClaimLine:
+        here, elsewhere = self._tally.mean(original, 1, seed)
+        assert here is not None
+        controls = self._control.mean(original, len(self._others), seed)
+        return ClaimLine(self.names, self.scale, here, elsewhere, self._others, *controls)
 
 
 def _masks(run: Run, names: Sequence[str]) -> dict[str, Bool[np.ndarray, " C"]]:
@@ -227,21 +414,14 @@ def _scaled(named: Mapping[str, Bool[np.ndarray, " C"]], scale: float) -> dict[s
 
 
 def _log_probabilities(
-    run: Run,
-    rows: Int[np.ndarray, "rows T"],
-    token: int,
-    masks: Mapping[str, Float[np.ndarray, " C"]],
-    tell: Callable[[], None],
-) -> Float[np.ndarray, "rows T"]:
+    run: Run, batch: RowBatch, token: int, masks: Mapping[str, Float[np.ndarray, " C"]]
+) -> Float[np.ndarray, "n T"]:
     """Log-probabilities of the token after every position, with these masks and Δ; without masks, the target's own."""
-    found = []
-    for batch, n in _batches(rows):
-        logits = run.logits(batch, masks or None, delta=1.0 if masks else 0.0)
-        found.append(np.asarray(_log_probability(logits, token))[:n])
-        if not np.isfinite(found[-1]).all():
-            raise UserError("probabilities are not finite with these components; try a smaller --scale")
-        tell()
-    return np.concatenate(found)
+    logits = run.logits(batch.tokens, masks or None, delta=1.0 if masks else 0.0)
+    found = np.asarray(_log_probability(logits, token))[: len(batch.ids)]
+    if not np.isfinite(found).all():
+        raise UserError("probabilities are not finite with these components; try a smaller --scale")
+    return found
 
 
 @jax.jit
@@ -249,28 +429,50 @@ def _log_probability(logits: Float[Array, "B T vocabulary"], token: Int[Array, "
     return logits[..., token] - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _batches(rows: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-    """`ROWS_AT_ONCE` rows each, and how many of them count: the last ones are filled up, so that there is one
-    program."""
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        these = np.minimum(np.arange(first, first + ROWS_AT_ONCE), len(rows) - 1)
-        yield rows[these], min(ROWS_AT_ONCE, len(rows) - first)
+def _rounding(
+    run: Run,
+    batches: Iterable[RowBatch],
+    token: int,
+    sites: Iterable[str],
+    rng: np.random.Generator,
+    tell: Callable[[], None],
+) -> Rounding:
+    """Masks of 1 less or more a unit in the last place are what no user means by a change."""
+    unit = float(jnp.finfo(run.problem.compute_dtype).eps)
+    masks = {name: (1 + unit * rng.choice([-1, 1], run.sites[name].C)).astype(np.float32) for name in sites}
+    found = np.zeros(2)
+    for batch in batches:
+        before = _log_probabilities(run, batch, token, {})
+        tell()
+        after = _log_probabilities(run, batch, token, masks)
+        tell()
+        for n, at in enumerate((batch.here, ~batch.here)):
+            if at.any():
+                least = np.spacing(np.abs(before[at]).max())
+                found[n] = max(found[n], 2 * np.abs(after[at].astype(np.float64) - before[at]).max(), least)
+    return Rounding(float(found[0]), float(found[1]))
 
 
 def firings_at(
-    run: Run,
-    rows: Int[np.ndarray, "rows T"],
-    here: Bool[np.ndarray, "rows T"],
-    sites: list[str],
-    tell: Callable[[], None] = lambda: None,
+    run: Run, batches: Iterable[RowBatch], sites: list[str], tell: Callable[[], None] = lambda: None
 ) -> dict[str, Int[np.ndarray, " C"]]:
-    """At how many of the places each component of these sites fires (λ > 0)."""
+    """At how many of the places after the texts each component of these sites fires (λ > 0)."""
     counts = {site: np.zeros(run.sites[site].C, np.int64) for site in sites}
-    for (batch, n), (at, _) in zip(_batches(rows), _batches(here), strict=True):
-        for site, importances in run.causal_importances(batch, sites).items():
-            counts[site] += (np.asarray(importances[:n]) > 0)[at[:n]].sum(axis=0)
+    for batch in batches:
+        at = np.zeros(batch.tokens.shape, bool)
+        at[: len(batch.here)] = batch.here
+        for site, found in _count_firings(run.causal_importances(batch.tokens, sites), at).items():
+            counts[site] += np.asarray(found)
         tell()
     return counts
+
+
+@jax.jit
+def _count_firings(
+    importances: Mapping[str, Float[Array, "B T C"]], at: Bool[Array, "B T"]
+) -> dict[str, Int[Array, " C"]]:
+    """On the devices: λ of whole sites is large."""
+    return {site: jnp.sum((x > 0) & at[..., None], axis=(0, 1)) for site, x in importances.items()}
 
 
 def draw_others(
@@ -296,39 +498,6 @@ def draw_others(
     return tuple(found)
 
 
-def _line(
-    request: ClaimRequest,
-    names: tuple[str, ...],
-    scale: float,
-    here: Bool[np.ndarray, "rows T"],
-    before: Float[np.ndarray, "rows T"],
-    afters: "Iterator[Float[np.ndarray, 'rows T']] | list[Float[np.ndarray, 'rows T']]",
-) -> ClaimLine:
-    """The changes, means over ``afters``: log-probabilities, one at a time because they may be many."""
-    p, falls, change = np.zeros(here.shape), np.zeros(here.shape), np.zeros(here.shape)
-    n = 0
-    for after in afters:
-        p += np.exp(after, dtype=np.float64)
-        falls += after < before
-        change += after.astype(np.float64) - before
-        n += 1
-
-    def at(places: Bool[np.ndarray, "rows T"]) -> Change | None:
-        if not places.any():
-            return None
-        total = int(places.sum())
-        changes = np.where(places, change / n, 0).sum(axis=1)
-        return Change(
-            total, float(np.exp(before[places], dtype=np.float64).mean()), float(p[places].mean() / n),
-            float(falls[places].mean() / n), float(changes.sum() / total),
-            bootstrap(changes, places.sum(axis=1), request.seed),
-        )  # fmt: skip
-
-    after_texts = at(here)
-    assert after_texts is not None
-    return ClaimLine(names, scale, after_texts, at(~here))
-
-
 def bootstrap(
     sums: Float[np.ndarray, " rows"], counts: Int[np.ndarray, " rows"], seed: int
 ) -> tuple[float, float] | None:
@@ -348,16 +517,13 @@ def bootstrap(
 
 
 def _counterexample(
-    run: Run, rows: np.ndarray, before: np.ndarray, after: np.ndarray, row: int, position: int
+    run: Run, batch: RowBatch, before: np.ndarray, after: np.ndarray, row: int, position: int
 ) -> Counterexample:
+    """``row``: its place in the batch."""
     assert run.text is not None
-    text = run.text.text(rows[row, max(0, position + 1 - TEXT_BEFORE) : position + 1 + TEXT_AFTER].tolist())
+    around = batch.tokens[row, max(0, position + 1 - TEXT_BEFORE) : position + 1 + TEXT_AFTER]
     p, q = (float(np.exp(x[row, position], dtype=np.float64)) for x in (before, after))
-    return Counterexample(row, position, p, q, text)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"all {len(names)}"
+    return Counterexample(int(batch.ids[row]), position, p, q, run.text.text(around.tolist()))
 
 
 def _cells(change: Change | None) -> list[str]:

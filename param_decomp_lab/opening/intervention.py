@@ -1,4 +1,5 @@
-"""Interventions: a prompt with some components off, scaled, or on alone (section 14 of the method)."""
+"""Interventions: a prompt with some components off, scaled, set to an activation, or on alone (section 14 of the
+method)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +29,12 @@ READING_TITLES: dict[ReadingName, str] = {
 
 @dataclass(frozen=True)
 class Masking:
-    """Masks of all sites ``[T, C]`` and weights of their deltas ``[T]``: arguments of `Run.logits`."""
+    """Masks of all sites ``[T, C]``, weights of their deltas ``[T]``, and activations ``[T, C]`` that are added (F8):
+    arguments of `Run.logits`."""
 
     masks: dict[str, Float[np.ndarray, "T C"]]
     delta: dict[str, Float[np.ndarray, " T"]] | float
+    added: dict[str, Float[np.ndarray, "T C"]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,10 @@ class Intervention:
 
 @dataclass(frozen=True)
 class InterventionRequest:
-    """``scale``: the mask of the selected components; 0 takes them out. ``alone``: they are on, and all others count as
-    unimportant. ``positions``: where; None for everywhere. ``readings``: which to compute. ``samples``: draws of
-    ``random``. ``attack_steps``, ``attack_step_size``: A1. ``continue_tokens``: length of the continuation."""
+    """``scale``: the mask of the selected components; 0 takes them out. ``set_to``: the activation a that they have
+    instead, whatever their site reads. ``alone``: they are on, and all others count as unimportant. ``positions``:
+    where; None for everywhere. ``readings``: which to compute. ``samples``: draws of ``random``. ``attack_steps``,
+    ``attack_step_size``: A1. ``continue_tokens``: length of the continuation."""
 
     scale: float = 0.0
     alone: bool = False
@@ -140,6 +144,7 @@ class InterventionRequest:
     attack_step_size: float = 0.1
     seed: int = 0
     continue_tokens: int = 0
+    set_to: float | None = None
 
     def __post_init__(self) -> None:
         wrong = [name for name in self.readings if name not in READINGS]
@@ -151,6 +156,10 @@ class InterventionRequest:
             raise UserError("scale should be a finite number, and attack_step_size above 0")
         if self.alone and self.scale not in (0.0, 1.0):
             raise UserError("alone: the selected components are on as they are; leave out scale")
+        if self.set_to is not None and not np.isfinite(self.set_to):
+            raise UserError("set_to should be a finite number")
+        if self.set_to is not None and (self.alone or self.scale != 0):
+            raise UserError("set_to: the selected components have this activation; leave out scale and alone")
 
 
 def intervene(run: Any, prompt: Any, selection: Selection, **options: Any) -> Intervention:
@@ -187,6 +196,7 @@ def _described(chosen: Mapping[str, np.ndarray], request: InterventionRequest) -
     """``layers.1.mlp.down_proj:3 off``, ``2 components alone``, ``5 components × 0.5``."""
     components = [f"{site}:{n}" for site, mask in chosen.items() for n in np.flatnonzero(mask.any(axis=0)).tolist()]
     how = "alone" if request.alone else "off" if request.scale == 0 else f"× {request.scale:g}"
+    how = how if request.set_to is None else f"set to {request.set_to:g}"
     everywhere = all(mask.any(axis=0).sum() * len(mask) == mask.sum() for mask in chosen.values())
     what = components[0] if len(components) == 1 else f"{len(components):,} components"
     return f"{what} {how}" + ("" if everywhere else ", at some positions")
@@ -215,7 +225,7 @@ class _Maskings:
     ) -> None:
         self._importances, self._chosen = importances, chosen
         self._value = 1.0 if request.alone else request.scale
-        self._alone = request.alone
+        self._alone, self._set_to = request.alone, request.set_to
 
     def importance(self, before: bool) -> dict[str, np.ndarray]:
         """λ of I1: of what is not selected."""
@@ -239,6 +249,12 @@ class _Maskings:
             found[name] = np.where(fixed[name], np.float32(self._value), mask).astype(np.float32)
         return found
 
+    def added(self, before: bool) -> dict[str, np.ndarray]:
+        """The activations of I1 that are added, at the components that are set."""
+        if before or self._set_to is None:
+            return {}
+        return {name: np.where(own, np.float32(self._set_to), np.float32(0)) for name, own in self._chosen.items()}
+
     @property
     def value(self) -> float:
         return self._value
@@ -248,7 +264,12 @@ def _read(
     run: Any, values: np.ndarray, name: ReadingName, maskings: _Maskings, request: InterventionRequest
 ) -> Reading:
     def outputs(found: Sequence[Masking]) -> np.ndarray:
-        rows = [np.asarray(run.output(values, _shaped(values, m.masks), _shaped_delta(values, m.delta))) for m in found]
+        rows = [
+            np.asarray(
+                run.output(values, _shaped(values, m.masks), _shaped_delta(values, m.delta), _shaped(values, m.added))
+            )
+            for m in found
+        ]
         return np.stack([row.reshape(-1, row.shape[-1]) for row in rows])
 
     before, after = (_masked(run, values, name, maskings, request, without) for without in (True, False))
@@ -260,7 +281,7 @@ def _masked(
 ) -> list[Masking]:
     match name:
         case "ci":
-            return [Masking(maskings.with_sources(before, None), 0.0)]
+            return [Masking(maskings.with_sources(before, None), 0.0, maskings.added(before))]
         case "random":
             found = []
             for sample in range(request.samples):  # the same draws without and with the intervention
@@ -272,9 +293,10 @@ def _masked(
             start = _draw_sources(rng, maskings.importance(before), run.problem.decomposition.use_delta)
             sources, deltas = run.attack_masks(
                 values, maskings.importance(before), maskings.fixed(before), maskings.value, start,
-                request.attack_steps, request.attack_step_size,
+                request.attack_steps, request.attack_step_size, maskings.added(before),
             )  # fmt: skip
-            return [Masking(maskings.with_sources(before, sources), 0.0 if deltas is None else deltas)]
+            masks = maskings.with_sources(before, sources)
+            return [Masking(masks, 0.0 if deltas is None else deltas, maskings.added(before))]
 
 
 Sources = tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]
@@ -289,7 +311,8 @@ def _draw_sources(rng: np.random.Generator, like: Mapping[str, np.ndarray], with
 
 def _drawn(rng: np.random.Generator, maskings: _Maskings, before: bool, with_delta: bool) -> Masking:
     sources, deltas = _draw_sources(rng, maskings.importance(before), with_delta)
-    return Masking(maskings.with_sources(before, sources), 0.0 if deltas is None else deltas)
+    masks = maskings.with_sources(before, sources)
+    return Masking(masks, 0.0 if deltas is None else deltas, maskings.added(before))
 
 
 def _shaped(values: np.ndarray, masks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -316,8 +339,9 @@ def _continue(
             if selection is None
             else selected(selection, run.sites, len(tokens), request.positions, groups=lambda: run.groups)
         )
-        masks = _Maskings(importances, chosen, request).with_sources(selection is None, None)
-        return int(np.asarray(run.logits(row, masks))[-1].argmax())
+        maskings, before = _Maskings(importances, chosen, request), selection is None
+        logits = run.logits(row, maskings.with_sources(before, None), added=maskings.added(before))
+        return int(np.asarray(logits)[-1].argmax())
 
     return extended(values.tolist(), request.continue_tokens, run.longest_row, next_token)
 

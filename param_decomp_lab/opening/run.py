@@ -186,7 +186,8 @@ class Run(OpenedRun):
         return graph_of_prompt(self, prompt, target, optimize, progress, options)
 
     def intervene(self, prompt: Inputs, selection: Selection, **options: Any) -> Intervention:
-        """Runs a prompt without and with an intervention on some components: off, scaled, or on alone (I1 to I4).
+        """Runs a prompt without and with an intervention on some components: off, scaled, set to an activation, or on
+        alone (I1 to I4).
 
         ``prompt``: as for `graph`. ``selection``: components as text (``layers.3.mlp.down_proj:17``, at position 4
         alone ``layers.3.mlp.down_proj:17@4``), as nodes of a graph, or ``{site: numbers}``. ``options``: fields of

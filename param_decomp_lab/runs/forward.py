@@ -97,7 +97,8 @@ def attacked(
     step_size: float,
 ) -> Bundle:
     """Returns the sources that an attack finds from ``start`` (A1, I3). It maximizes the error (R1) relative to the
-    output with masks equal to the importances. Masks are ``value`` where they are ``fixed``, regardless of the sources.
+    output with masks equal to the importances. Masks are ``value`` where they are ``fixed``, regardless of the sources;
+    what ``fixed`` adds (F8) is added throughout.
     """
     learned = hold_for_reading(problem, learned)
     batch = read_batch(problem, learned, weights, inputs).with_squash(jnp.zeros_like)
@@ -106,7 +107,7 @@ def attacked(
     def mask(importance: Sources, fixed: Sources, source: Sources) -> Sources:
         own = importance.components
         masks = jnp.where(fixed.components > 0, value, interpolate(own, source.components))
-        return Sources(masks, source.delta)
+        return Sources(masks, source.delta, fixed.added)
 
     def run(sources: Bundle) -> Array:
         masks = {name: mask(importances[name], fixed[name], own) for name, own in sources.items()}

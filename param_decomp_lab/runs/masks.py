@@ -83,13 +83,19 @@ Delta = float | Mapping[str, Any]
 
 
 def bundle(
-    sites: Sites, masks: Mapping[str, Float[np.ndarray, "*n C"]], leading: tuple[int, ...], delta: Delta
+    sites: Sites,
+    masks: Mapping[str, Float[np.ndarray, "*n C"]],
+    leading: tuple[int, ...],
+    delta: Delta,
+    added: Mapping[str, Float[np.ndarray, "*n C"]] | None = None,
 ) -> tuple[tuple[int, ...], Bundle]:
-    """Returns the live sites, and sources that equal these masks if λ is taken as 0.
+    """Returns the live sites, and sources that equal these masks if λ is taken as 0. ``added``: the numbers of F8, of
+    some of the masked sites.
 
     Raises UserError for a delta of the wrong shape, or of a site that is not masked.
     """
     weights = delta_weights(masks, leading, delta)
+    added = added or {}
     names = [site.name for site in sites.all]
     made = {}
     for stack in sites.stacks:
@@ -98,7 +104,10 @@ def bundle(
             continue
         of_sites = zip(stack.rows(), stack.sites, strict=True)
         of_deltas = {} if weights is None else {row: weights[names[n]] for row, n in of_sites if names[n] in masks}
-        shapes = [mask.shape[:-1] for mask in own.values()] + [weight.shape for weight in of_deltas.values()]
+        of_sites = zip(stack.rows(), stack.sites, strict=True)
+        of_added = {row: added[names[n]] for row, n in of_sites if names[n] in added}
+        shapes = [mask.shape[:-1] for mask in (*own.values(), *of_added.values())]
+        shapes += [weight.shape for weight in of_deltas.values()]
         lead = np.broadcast_shapes((1,) * len(leading), *shapes)
         components = np.zeros((*stack.lead, *lead, stack.C), np.float32)
         deltas = np.zeros((*stack.lead, *lead), np.float32)
@@ -106,7 +115,13 @@ def bundle(
             components[row] = mask
         for row, weight in of_deltas.items():
             deltas[row] = weight
-        made[stack.name] = Sources(jnp.asarray(components), jnp.asarray(deltas) if of_deltas else None)
+        shifts = np.zeros_like(components)
+        for row, numbers in of_added.items():
+            shifts[row] = numbers
+        made[stack.name] = Sources(
+            jnp.asarray(components), jnp.asarray(deltas) if of_deltas else None,
+            jnp.asarray(shifts) if of_added else None,
+        )  # fmt: skip
     live = tuple(n for n, name in enumerate(names) if name in masks)
     return live, made
 

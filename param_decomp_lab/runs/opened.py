@@ -1,12 +1,13 @@
 """A run opened for reading: its target, components and CI function, and their outputs on inputs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int32
@@ -233,33 +234,48 @@ class OpenedRun:
             found = self._activations(self.learned, weights, batch, names)
         return {name: found[name][0] if single else found[name] for name in names}
 
-    def output(self, inputs: Inputs, masks: Masks | None = None, delta: Delta = 0.0) -> Float[Array, "*n d"]:
+    def output(
+        self,
+        inputs: Inputs,
+        masks: Masks | None = None,
+        delta: Delta = 0.0,
+        added: Mapping[str, Float[np.ndarray, "*n C"]] | None = None,
+    ) -> Float[Array, "*n d"]:
         """The target's output in fp32: next-token logits ``[B, T, vocabulary]``, or a toy's output.
 
         ``masks``: None runs the original target; ``"ci"`` masks every site by λ; a mapping from site names or patterns
         gives each of them ``"ci"``, the numbers of the components to keep, or a mask that broadcasts to ``[B, T, C]``.
         Sites not named use the target's own matrix (F3). ``delta``: weight of Δ = W - V @ U at the masked sites (F1),
-        usually 0 or 1; or by site, weights that broadcast to ``[B, T]``. ``inputs``: as for `causal_importances`.
+        usually 0 or 1; or by site, weights that broadcast to ``[B, T]``. ``added``: by masked site, numbers that
+        broadcast to ``[B, T, C]`` and are added to the components' masked activations, in the units of `activations`
+        (F8): with mask 0, a component has that activation. ``inputs``: as for `causal_importances`.
 
-        Raises UserError if the inputs or masks do not fit the target, or the weights are missing.
+        Raises UserError if the inputs, masks or numbers do not fit the target, or the weights are missing.
         """
         batch, single = self.as_batch(inputs)
         weights = self.weights
         wanted = {} if masks is None else by_site(self.target.sites, masks, self._leading(batch))
+        shifts = self._over_norms(added or {}, wanted, self._leading(batch))
         with jax.set_mesh(self.mesh):
             if not wanted:
                 y = self._clean(weights, batch)
             else:
                 pinned = all(isinstance(mask, str) for mask in wanted.values())
-                live, sources = self._sources(wanted, batch, delta, pinned)
+                live, sources = self._sources(wanted, batch, delta, pinned, shifts)
                 y = self._masked(self.learned, weights, batch, sources, live, pinned)
         return y[0] if single else y
 
-    def logits(self, tokens: Inputs, masks: Masks | None = None, delta: Delta = 0.0) -> Float[Array, "*n vocabulary"]:
+    def logits(
+        self,
+        tokens: Inputs,
+        masks: Masks | None = None,
+        delta: Delta = 0.0,
+        added: Mapping[str, Float[np.ndarray, "*n C"]] | None = None,
+    ) -> Float[Array, "*n vocabulary"]:
         """Next-token logits of a language model: `output` with the same arguments. Raises UserError for a toy."""
         if not self.is_language_model:
             raise UserError("a toy has no logits; use run.output(inputs, masks)")
-        return self.output(tokens, masks, delta)
+        return self.output(tokens, masks, delta, added)
 
     def outputs_without(
         self, site: str, number: int, rows: Inputs, positions: Int[np.ndarray, " n"]
@@ -306,18 +322,19 @@ class OpenedRun:
         start: tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None],
         steps: int,
         step_size: float,
+        added: Mapping[str, np.ndarray] | None = None,
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray] | None]:
         """Returns the sources, of components ``[T, C]`` and deltas ``[T]``, that an attack finds on one row of inputs
         (I3).
 
         ``importances``, ``fixed``: by site, at every position; masks are ``value`` where they are fixed. ``start``: the
-        initial sources.
+        initial sources. ``added``: as of `output`.
         """
         batch, _ = self.as_batch(row)
         leading, sites = self._leading(batch), self.target.sites
 
-        def laid_out(by_site: dict[str, np.ndarray]) -> Bundle:
-            return bundle(sites, {n: x.reshape(*leading, -1) for n, x in by_site.items()}, leading, 0.0)[1]
+        def laid_out(by_site: dict[str, np.ndarray], added: Mapping[str, np.ndarray] | None = None) -> Bundle:
+            return bundle(sites, {n: x.reshape(*leading, -1) for n, x in by_site.items()}, leading, 0.0, added)[1]
 
         components, deltas = start
         shaped = None if deltas is None else {name: x.reshape(leading) for name, x in deltas.items()}
@@ -327,17 +344,45 @@ class OpenedRun:
             leading,
             0.0 if shaped is None else shaped,
         )[1]
-        weights = self.weights
+        weights, given = self.weights, {n: x.reshape(*leading, -1) for n, x in (added or {}).items()}
+        held = laid_out(fixed, self._over_norms(given, fixed, leading))
         with jax.set_mesh(self.mesh):
             found = self._attacked(
-                self.learned, weights, batch, laid_out(importances), laid_out(fixed), value, started, steps, step_size
+                self.learned, weights, batch, laid_out(importances), held, value, started, steps, step_size
             )
         by_site = unstack_sites(sites, jax.device_get(found))
         of_components = {name: x.components.reshape(-1, x.components.shape[-1]) for name, x in by_site.items()}
         return of_components, None if deltas is None else {name: x.delta.reshape(-1) for name, x in by_site.items()}
 
+    def _over_norms(
+        self, added: Mapping[str, np.ndarray], masked: Mapping[str, Any], leading: tuple[int, ...]
+    ) -> dict[str, Float[np.ndarray, "*n C"]]:
+        """Converts numbers that are added to activations ``‖U_c‖ (x · V_c)`` to those of F8, which are added to
+        ``x · V_c``."""
+        found = {}
+        for name, numbers in added.items():
+            site = self._site(name)
+            if site.name not in masked:
+                raise UserError(f"added: {site.name} is not among the masked sites")
+            try:
+                own = np.broadcast_to(np.asarray(numbers, np.float32), (*leading, site.C))
+            except ValueError:
+                shape = list(np.shape(numbers))
+                raise UserError(f"added: {site.name}: {shape} does not broadcast to {[*leading, site.C]}") from None
+            norms = np.asarray(jnp.linalg.norm(self._factors(site)[1], axis=-1))
+            without = np.flatnonzero((norms == 0) & (own != 0).reshape(-1, site.C).any(axis=0))
+            if without.size:
+                raise UserError(f"added: {site.name}:{without[0]} has U = 0, so nothing can be added by it")
+            found[site.name] = own / np.where(norms == 0, 1, norms)
+        return found
+
     def _sources(
-        self, wanted: dict[str, Any], batch: Array, delta: Delta, pinned: bool
+        self,
+        wanted: dict[str, Any],
+        batch: Array,
+        delta: Delta,
+        pinned: bool,
+        added: Mapping[str, Float[np.ndarray, "*n C"]],
     ) -> tuple[tuple[int, ...], Bundle]:
         """The live sites, and the sources of a masked forward pass.
 
@@ -350,7 +395,7 @@ class OpenedRun:
             with_ci = tuple(name for name, mask in wanted.items() if isinstance(mask, str) and mask == CI)
             found = self._importances(self.learned, self.weights, batch, with_ci, "lower") if with_ci else {}
             masks = {name: np.asarray(found[name]) if name in found else mask for name, mask in wanted.items()}
-        return bundle(self.target.sites, masks, leading, delta)
+        return bundle(self.target.sites, masks, leading, delta, added)
 
     @cached_property
     def _importances(self) -> Any:

@@ -73,13 +73,18 @@ class ResolvedConfig:
         folders = self._made_data()
         return self._split[0] if folders is None else TokenData(folders.train)
 
+    @property
+    def holds_rows_out(self) -> bool:
+        """Whether a language model's run keeps rows for its evaluation."""
+        return self.config.method.eval is not None or self.config.wrapper.data is not None
+
     @cached_property
     def held_out_rows(self) -> TokenRows:
         """The rows that are held out for the evaluation. Raises UserError if none are held out, and as `train_rows`
         does.
         """
         folders = self._made_data()
-        if self.config.method.eval is None and self.config.wrapper.data is None:
+        if not self.holds_rows_out:
             raise UserError(
                 "the run had no eval, so it trained on all of its data; give others: --set 'data={train: FOLDER, eval: "
                 "FOLDER}'"

@@ -13,6 +13,7 @@ import pytest
 from param_decomp_jax.ci.squash import LEAK, Squash, lower_leaky
 from param_decomp_jax.decomposition.draws import positions
 from param_decomp_jax.method.clean_pass import DecomposedBatch
+from param_decomp_jax.method.inspection import unstack_sites
 from param_decomp_jax.method.masked import Stream, side_by_side, split_rows
 from param_decomp_jax.method.masks import (
     Constant,
@@ -26,6 +27,7 @@ from param_decomp_jax.method.recon import attacked_error, errors, run_masked
 from param_decomp_jax.method.routing import UniformKSubset, draw_routes
 from param_decomp_jax.sharding.memory import INTERMEDIATES, PLAIN, MemoryPolicy
 from param_decomp_jax.targets.llama import module_name
+from tests import reference as ref
 from tests.core import tiny
 
 RNG = np.random.default_rng(0)
@@ -67,9 +69,10 @@ def logits(seed: int = 1, shift: float = 0.5) -> dict[str, np.ndarray]:
 
 
 def bundle(lead: tuple[int, ...] = tiny.LEADING) -> dict[str, Sources]:
+    """With numbers that are added (F8)."""
     rng = np.random.default_rng(2)
     return {
-        s.name: Sources(*(jnp.asarray(rng.uniform(size=(s.n_layers, *lead, *last))) for last in ((s.C,), ())))
+        s.name: Sources(*(jnp.asarray(rng.uniform(size=(s.n_layers, *lead, *last))) for last in ((s.C,), (), (s.C,))))
         for s in SITES.stacks
     }
 
@@ -190,6 +193,41 @@ def test_what_is_recorded_is_of_each_stream() -> None:
                 np.concatenate([run[kind] for _, run in sorted(r.items()) if kind in run]) for r in (records, of_one)
             )
             np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("policy", ["plain", "blocks"])
+def test_what_is_added_is_added_where_it_is_routed(policy: str) -> None:
+    """F8, against the reference: with routes, deltas, and another stream that adds nothing."""
+    target = dataclasses.replace(TARGET, memory=POLICIES[policy])
+    routes = np.random.default_rng(3).random((*tiny.LEADING, 2)) < 0.5
+    with jax.enable_x64(True):
+        weights, components, z, sources = setting()
+
+        @jax.jit
+        def outputs(weights: Any) -> Any:
+            clean_pass = tiny.clean_pass(target, weights, tiny.TOKENS)
+            reader = tiny.importance_reader(z, clean_pass, lambda z: jnp.clip(z, 0, 1))
+            streams = [
+                Stream((0, 2), GivenSources(sources, clean_pass.batch), jnp.asarray(routes)),
+                Stream(ALL, ConstantSources(Constant(0.5))),
+            ]
+            found = run_masked(DecomposedBatch(clean_pass, components, reader), streams).forwards
+            return [target.predictions(weights, one.output) for one in found]
+
+        found, _ = outputs(weights)
+    names = [SITES.all[n].name for n in (0, 2)]
+    given, logit = (unstack_sites(SITES, jax.device_get(x)) for x in (sources, z))
+    lam = {name: np.clip(logit[name], 0, 1) for name in names}
+    masks = {name: lam[name] + (1 - lam[name]) * given[name].components for name in names}
+    expected, _ = ref.masked_pass(
+        tiny.ref_target(TARGET, weights, tiny.TOKENS),
+        tiny.ref_components(components, SITES),
+        masks,
+        {name: given[name].delta for name in names},
+        {name: routes[..., n].astype(float) for n, name in enumerate(names)},
+        added={name: given[name].added for name in names},
+    )
+    np.testing.assert_allclose(found, ref.value(expected), rtol=1e-9, atol=1e-10)
 
 
 def test_importances_of_a_site_are_computed_once_however_many_streams_it_is_live_in() -> None:

@@ -62,7 +62,7 @@ def plant(run: Path, seed: int = 0) -> Planted:
     )
     for number, site in enumerate(SITES):
         _write_site(folder, number, rows, importances[site], rng)
-    _write_positions(folder, importances, rng)
+    _write_positions(folder, rows, importances, rng)
     return Planted(folder, rows, importances)
 
 
@@ -97,18 +97,22 @@ def _write_site(folder: Path, number: int, rows: np.ndarray, lam: np.ndarray, rn
         pq.write_table(pa.Table.from_pylist(made, SCHEMAS[table]), table_file(folder, table, number))
 
 
-def _write_positions(folder: Path, importances: dict[str, np.ndarray], rng: np.random.Generator) -> None:
+def _write_positions(
+    folder: Path, rows: np.ndarray, importances: dict[str, np.ndarray], rng: np.random.Generator
+) -> None:
     chosen = rng.permutation(ROWS * LENGTH)[:SAMPLED]
     fires = np.concatenate([importances[site].reshape(-1, C)[chosen] > THRESHOLD for site in SITES], axis=1)
     _write(
         folder / "positions.parquet",
         {"row": (chosen // LENGTH).astype(np.int32), "position": (chosen % LENGTH).astype(np.int32),
+         "token": rows.ravel()[chosen].astype(np.int32),
          "outputs": pa.array(rng.integers(0, VOCABULARY, (SAMPLED, 2)).tolist(), pa.list_(pa.int32())),
          "values": pa.array(np.full((SAMPLED, 2), 0.25).tolist(), pa.list_(pa.float64()))},
     )  # fmt: skip
     for name, table in (("positions", fires), ("components", fires.T)):
         np.save(folder / f"{name}_ends.npy", np.concatenate([[0], np.cumsum(table.sum(1))]).astype(np.int64))
         np.save(folder / f"{name}_members.npy", np.nonzero(table)[1].astype(np.int32))
+    np.save(folder / "components_negative.npy", np.zeros(fires.sum(), np.int8))
 
 
 def _write(file: Path, columns: dict[str, object]) -> None:

@@ -205,6 +205,35 @@ def test_the_sample_in_thirds(shown: TestClient, harvested: Path) -> None:
     assert [[e.row for e in found] for _, found in by_third(sample)] == [[11, 10, 9, 8], [7, 6, 5, 4], [3, 2, 1, 0]]
 
 
+def test_tokens_and_what_comes_next_by_sign(shown: TestClient, harvested: Path, mine: Path) -> None:
+    """Two tables of each where both signs occur; else one, as before format 3."""
+    harvest = Harvest(only_harvest(harvested))
+    numbers = range(harvest.site(SITE).C)
+    signs = {c: harvest.by_sign(SITE, c, 8) for c in numbers}
+    both = next(c for c in numbers if signs[c])
+    here = f"{base(harvested)}/sites/{SITE}"
+    page = shown.get(f"{here}/{both}").text
+    for of in signs[both]:
+        for title, rows, key in (
+            (f"most frequent where {of.sign}", of.tokens, "precision"),
+            (f"prediction where {of.sign}", of.outputs, "mean"),
+        ):
+            table = page.partition(f"<th>{escape(title)}</th>")[2].partition("</table>")[0]
+            shares = re.findall(r'<td class="num"[^>]*>([^<]*)</td>', table)[::2]
+            assert shares == [percent(row[key]) for row in rows.to_pylist()]
+            assert shares
+    assert f"a is positive at {signs[both][0].n} and negative at {signs[both][1].n}" in page
+    card = harvest.read(SITE, both)._repr_html_()
+    assert all(f"{what} where a &{sign}; 0" in card for what in ("Tokens", "What comes next") for sign in ("gt", "lt"))
+    plan = json.loads((only_harvest(mine) / "harvest.json").read_text())
+    (only_harvest(mine) / "harvest.json").write_text(json.dumps(plan | {"format": 2}))
+    (only_harvest(mine) / "components_negative.npy").unlink()
+    with client(mine) as browser:
+        old = browser.get(f"{here}/{both}").text
+    assert " where a &" not in old
+    assert "<th>prediction</th>" in old
+
+
 def test_a_harvest_of_format_1(shown: TestClient, mine: Path) -> None:
     """Without the count of λ near 1, and with the examples of largest λ."""
     harvest = only_harvest(mine)
@@ -424,6 +453,8 @@ def test_what_if_begins_with_an_example(shown: TestClient, harvested: Path) -> N
         assert f'<a href="{here}/sites/{site}/{c}" data-key="u">' in page.text
         assert '<h1>What if</h1>\n<p class="note">Changes components' in page.text
         assert page.text.count('<label class="factor">') == 1  # which the style sheet shows beside "multiplied by"
+        usual = number(harvest.component(site, c)["firing_activation_mean"])
+        assert f"Where this component fires, |a| is {usual} on average" in page.text
     for nothing in ("", "select=x:1", f"select={site}:999", "select=group:1", f"select={site}:{'9' * 30}", "prompt="):
         page = shown.get(f"{here}/intervene?{nothing}").text
         assert 'data-key="/">\n</textarea>' in page
@@ -838,7 +869,7 @@ def test_damaged_harvests(mine: Path) -> None:
     number = Harvest(harvest).sites[SITE]
     tables = [f"{table}/{number}.parquet" for table in ("components", "examples", "tokens", "weights")]
     files = [*tables, *(f"{name}.parquet" for name in ("rows", "inputs", "positions", "vocabulary")), "harvest.json"]
-    files += ["firings.npy"] + [
+    files += ["firings.npy", "components_negative.npy"] + [
         f"{kind}_{part}.npy" for kind in ("positions", "components") for part in ("ends", "members")
     ]
     here = f"{base(mine)}/sites/{SITE}"
@@ -928,7 +959,7 @@ def test_a_search_where_tokens_are_of_a_component_that_is_not_there(mine: Path, 
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 3}, {"format": "2"}, {"sites": []}, {"sites": [{}]}, {"rows": -1}, {"length": 0}, {"rows": 1e300},
+        {"format": 4}, {"format": "2"}, {"sites": []}, {"sites": [{}]}, {"rows": -1}, {"length": 0}, {"rows": 1e300},
         {"n_inputs": 10**12}, {"inputs": "images"},
         {"run": "../x"}, {"threshold": "a"}, {"data": None}, {"around": 10**9},
         {"block_rows": 0}, {"rows": 0},

@@ -124,8 +124,16 @@ def test_an_intervention(shown: TestClient, mine: Path, run: Run) -> None:
     best = int(before.argmax())
     assert shares[0] == pytest.approx(100 * before[best], rel=0.05)
     assert shares[1] == pytest.approx(100 * after[best], rel=0.05)
-    refused = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=component, how="scale", scale="lots")
-    assert "should be a number" in refused
+    page = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=f"{component}@-1", how="set", scale="-75")
+    assert '<option value="set" selected>' in page
+    _, after = run.intervene(TEXT, f"{component}@-1", set_to=-75, readings=("ci",)).readings["ci"].probabilities()
+    assert abs(after[best] - before[best]) > 0.2 * before[best]
+    first = page.partition("others at λ")[2].partition("</section>")[0]
+    shares = [float(x) for x in re.findall(r'num">([\d.]+)\u00a0%', first)]
+    assert shares[1] == pytest.approx(100 * after[best], rel=0.05)
+    for how in ("scale", "set"):
+        refused = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=component, how=how, scale="lots")
+        assert "should be a number" in refused
     unknown = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select="layers.7.up:1", how="off")
     assert "unknown site" in unknown
     assert MARKUP not in wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=MARKUP, how=MARKUP)

@@ -55,6 +55,7 @@ def act_together(harvest: Harvest) -> None:
     fires[:, 0] = True
     np.save(harvest.folder / "components_ends.npy", np.concatenate([[0], np.cumsum(fires.sum(1))]))
     np.save(harvest.folder / "components_members.npy", np.nonzero(fires)[1].astype(np.int32))
+    np.save(harvest.folder / "components_negative.npy", np.zeros(fires.sum(), np.int8))
 
 
 def groups_of(folder: Path, run: str = LLAMA) -> Groups:

@@ -13,10 +13,13 @@ from param_decomp_lab import load_run
 from param_decomp_lab.data.text import TokenText
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
+from param_decomp_lab.opening import claim as claims
 from param_decomp_lab.opening.claim import (
+    MOST_ROWS,
     Change,
     Claim,
     ClaimRequest,
+    ClaimRows,
     bootstrap,
     draw_others,
     firings_at,
@@ -74,19 +77,21 @@ def test_numbers_are_those_of_a_direct_computation(run: Run, claim: Claim) -> No
             (line.here, line.control_here, here),
             (line.elsewhere, line.control_elsewhere, ~here),
         ):
-            assert_change(found, at, before, [after])
-            assert_change(control, at, before, controls)
+            least = claim.rounding.here if at is here else claim.rounding.elsewhere
+            assert_change(found, at, before, [after], least)
+            assert_change(control, at, before, controls, least)
     assert claim.lines[0].here.log_change != pytest.approx(claim.lines[1].here.log_change, abs=1e-7)
 
 
-def assert_change(found: Change | None, at: np.ndarray, before: np.ndarray, afters: list[np.ndarray]) -> None:
+def assert_change(
+    found: Change | None, at: np.ndarray, before: np.ndarray, afters: list[np.ndarray], least: float
+) -> None:
     assert found is not None
     assert found.places == at.sum()
     assert found.before == pytest.approx(np.exp(before[at]).mean(), rel=1e-5)
     assert found.after == pytest.approx(np.mean([np.exp(x[at]).mean() for x in afters]), rel=1e-5)
-    # Changes that are rounding alone may have either sign.
-    unsure = np.mean([(np.abs(x - before)[at] < 1e-6).mean() for x in afters])
-    assert found.falls == pytest.approx(np.mean([(x < before)[at].mean() for x in afters]), abs=unsure + 1e-9)
+    unsure = np.mean([(np.abs(x - before + least)[at] < 1e-6).mean() for x in afters])
+    assert found.falls == pytest.approx(np.mean([(x - before < -least)[at].mean() for x in afters]), abs=unsure + 1e-9)
     changes = np.mean(afters, axis=0) - before
     assert found.log_change == pytest.approx(changes[at].mean(), abs=2e-6)
     assert found.interval is not None
@@ -100,14 +105,82 @@ def test_exceptions_are_where_the_token_does_not_move_as_claimed(run: Run) -> No
     here, token = ends(rows, *REQUEST.after), ord("m")
     before = log_probabilities(run, rows, (), 1, token)
     for scale, sign in ((0.0, 1), (2.0, -1)):
-        found = measure_claim(run, replace(REQUEST, scales=(scale,))).exceptions
+        tested = measure_claim(run, replace(REQUEST, scales=(scale,)))
         moved = sign * (log_probabilities(run, rows, REQUEST.components, scale, token) - before)
-        places = {(place.row, place.position) for place in found}
-        assert {*map(tuple, np.argwhere(here & (moved > 1e-6)).tolist())} <= places
-        assert places <= {*map(tuple, np.argwhere(here & (moved > -1e-6)).tolist())}
-        for place in found:
+        places, least = {(place.row, place.position) for place in tested.exceptions}, -tested.rounding.here
+        assert tested.n_exceptions == len(places) == len(tested.exceptions)
+        assert {*map(tuple, np.argwhere(here & (moved > least + 1e-6)).tolist())} <= places
+        assert places <= {*map(tuple, np.argwhere(here & (moved > least - 1e-6)).tolist())}
+        for place in tested.exceptions:
             assert place.before == pytest.approx(np.exp(before[place.row, place.position]), rel=1e-5)
             assert place.text == run.text.text(rows[place.row, max(0, place.position - 14) : place.position + 6])  # type: ignore[union-attr]
+
+
+def test_a_change_by_rounding_is_none(run: Run) -> None:
+    """A component that is off by one unit in the last place: the token moves by rounding, up and down."""
+    scale = float(np.nextafter(np.float32(1), np.float32(2)))
+    found = measure_claim(run, replace(REQUEST, components=(f"{DOWN}:3",), scales=(scale,)))
+    rows = run.held_out_rows(11)
+    before, after = (log_probabilities(run, rows, names, scale, ord("m")) for names in ((), (f"{DOWN}:3",)))
+    assert (after < before).any()
+    [line] = found.lines
+    assert line.elsewhere is not None
+    assert line.here.falls == line.elsewhere.falls == 0
+    assert 1e-8 < found.rounding.here < 1e-4
+    assert found.n_exceptions == line.here.places  # it does not rise either
+
+
+def test_a_few_rows_are_in_memory_at_once(run: Run, claim: Claim, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, read = run.resolved.held_out_rows, []
+
+    class Watched:
+        source = data.source
+
+        def __len__(self) -> int:
+            return len(data)
+
+        def rows(self, ids: np.ndarray) -> np.ndarray:
+            read.append(len(ids))
+            return data.rows(ids)
+
+    monkeypatch.setitem(run.resolved.__dict__, "held_out_rows", Watched())
+    monkeypatch.setattr(claims, "READ_AT_ONCE", 8)
+    assert measure_claim(run, replace(REQUEST, controls=2)) == claim
+    assert max(read) == 8
+    monkeypatch.setattr(claims, "MOST_LISTED", 2)
+    few = measure_claim(run, REQUEST)
+    assert (few.exceptions, few.n_exceptions) == (claim.exceptions[:2], claim.n_exceptions)
+    assert claim.n_exceptions > 2
+
+
+def test_how_many_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = replace(REQUEST, components=(f"{DOWN}:3",), scales=(0,), rows=None)
+    all_of_them = len(run.resolved.held_out_rows)
+    found = measure_claim(run, one)
+    assert (found.rows, found.rows_available) == (all_of_them, all_of_them)
+    assert next(found.notes()) == f"all {all_of_them} rows of {run.resolved.held_out_rows.source}"
+    monkeypatch.setattr(claims, "MOST_ROWS", 11)
+    found = measure_claim(run, one)
+    assert (found.rows, found.rows_available) == (11, all_of_them)
+    assert next(found.notes()).startswith(f"the first 11 of {all_of_them} rows of ")
+    assert f"up to {MOST_ROWS:,}" in " ".join(pd_here("claim", "--help").out.split())
+    with pytest.raises(UserError, match=rf"no token of the 11 rows .*; --rows reads more of the {all_of_them}"):
+        measure_claim(run, replace(one, after=("zebra",)))
+
+
+def test_other_rows_than_those_held_out(run: Run, claim: Claim, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run.resolved.data is not None
+    of_training, held_out = run.resolved.data.train, run.resolved.data.eval
+    other = measure_claim(run, replace(REQUEST, data=of_training))
+    assert other.data == str(of_training)
+    assert other.rows_available != claim.rows_available
+    assert other.lines != claim.lines
+    monkeypatch.setattr(type(run.resolved), "holds_rows_out", False)
+    assert measure_claim(run, replace(REQUEST, controls=2, data=held_out)) == claim
+    with pytest.raises(UserError, match="trained on all of its rows; give others: --data FOLDER"):
+        measure_claim(run, REQUEST)
+    with pytest.raises(UserError, match="no shards of tokens at nowhere"):
+        measure_claim(run, replace(REQUEST, data=Path("nowhere")))
 
 
 def test_an_interval_covers_what_rows_differ_by() -> None:
@@ -130,7 +203,8 @@ def test_controls_fire_at_the_places(run: Run) -> None:
     here = ends(rows, *REQUEST.after)
     fires = [np.asarray(run.causal_importances(row, DOWN)[DOWN]) > 0 for row in rows]
     firings = np.stack(fires)[here].sum(axis=0)
-    np.testing.assert_array_equal(firings_at(run, rows, here, [DOWN])[DOWN], firings)
+    batches = ClaimRows(run, REQUEST).batches(np.arange(11))
+    np.testing.assert_array_equal(firings_at(run, batches, [DOWN])[DOWN], firings)
     others = [int(c) for c in np.argsort(-firings) if firings[c]]
     assert len(others) > 2, "too few fire: choose other texts"
     [line] = measure_claim(run, replace(REQUEST, components=(f"{DOWN}:{others[0]}",), scales=(0,), controls=40)).lines
@@ -182,13 +256,14 @@ def members(run: Run, number: int) -> dict[str, list[int]]:
         ({"components": (f"{DOWN}:1@3",)}, "leave out @3"),
         ({"components": ("group:99999",)}, "group:99999"),
         ({"components": (DOWN,)}, "should be SITE:NUMBER"),
-        ({"after": ("ti", "zebra")}, r"--after: no token of the 11 held-out rows ends with 'zebra'"),
+        ({"after": ("ti", "zebra")}, r"--after: no token of the 11 rows ends with 'zebra'"),
         ({"after": ("",)}, "--after: give the text"),
         ({"token": "by"}, r"--token 'by' should be one token of the vocabulary, not 2 \('b', 'y'\)"),
         ({"token": ""}, "--token: give the token"),
         ({"scales": (0.0, 1.0)}, "--scale 1: should be a finite number other than 1"),
         ({"scales": (float("nan"),)}, "--scale nan"),
         ({"after": ("\udcff",)}, "should be text in UTF-8"),
+        ({"rows": 0}, "--rows 0: should be at least 1"),
     ],
 )
 def test_mistakes_are_found_before_anything_runs(
@@ -277,10 +352,14 @@ def test_the_command(run: Run, claim: Claim) -> None:
     assert lines[1].startswith("| as many others × 0 | ")
     assert [line.count("|") for line in lines[:12]] == [8] * 12
     assert lines[10].startswith(f"| {DOWN}:3, {UP}:5 × 2 | ")
-    n = len(claim.exceptions)
-    assert lines[12:14] == ["", f"{n} of {places} places at which it does not fall{':' if n else ''}"]
-    assert len(lines) == 14 + n
-    assert f"{DOWN}:3 times 0 …" in printed.err.splitlines()  # no terminal: a line for each thing that begins
+    n = claim.n_exceptions
+    assert lines[12:15] == ["", *claim.notes()]
+    assert lines[14].startswith(f"a change of log P below {claim.rounding.here:.2g} nats after the text and ")
+    assert lines[15:17] == ["", f"{n} of {places} places at which it does not fall{':' if n else ''}"]
+    assert len(lines) == 17 + n
+    begun = ["looking for the text …", "what fires after the text …", "what rounding does …"]
+    begun.append("with and without the components …")
+    assert printed.err.splitlines()[-4:] == begun  # no terminal: a line for each thing that begins
 
     written = pd_here(*words, "--json")
     assert written.status == 0, written.err

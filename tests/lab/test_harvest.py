@@ -5,7 +5,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -242,6 +242,44 @@ def test_co_firing_components_and_outputs(made: tuple[Run, Harvest, Counted], mo
             for row in read.outputs(site, c).to_pylist():
                 assert row["mean"] == pytest.approx(here[row["token"]], abs=2e-3)
                 assert row["everywhere"] == pytest.approx(everywhere[row["token"]], abs=2e-3)
+
+
+def test_tokens_and_outputs_by_sign(made: tuple[Run, Harvest, Counted], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, read, counted = made
+    monkeypatch.setattr("param_decomp_lab.harvest.files.reading.MOST_SIGNED", 10**9)
+    N, k, both = read.plan.n_positions, read.plan.outputs, 0
+    kept = np.sort(counted.outputs, axis=1)[:, -k][:, None]
+    outputs = np.where(counted.outputs >= kept, counted.outputs, 0)
+    old = Harvest(read.folder)
+    old.plan = replace(old.plan, format=2)
+    for site in read.sites:
+        fires = counted.importances[site] > read.plan.threshold
+        for c in range(fires.shape[1]):
+            a = counted.activations[site][:, c]
+            at = {"a > 0": fires[:, c] & (a > 0), "a < 0": fires[:, c] & (a < 0)}
+            found = {of.sign: of for of in read.by_sign(site, c, 10**6)}
+            assert old.by_sign(site, c) == []
+            if not all(places.any() for places in at.values()):
+                assert not found
+                continue
+            both += 1
+            assert list(found) == list(at)
+            for sign, places in at.items():
+                of = found[sign]
+                assert of.n == places.sum()
+                if read.plan.inputs == "tokens":
+                    tokens = counted.inputs.ravel()
+                    for row in of.tokens.to_pylist():
+                        n, total = (tokens[places] == row["token"]).sum(), (tokens == row["token"]).sum()
+                        assert row["n"] == n
+                        assert row["precision"] == pytest.approx(n / of.n)
+                        assert row["pmi"] == pytest.approx(math.log(n * N / (of.n * total)))
+                    assert sum(of.tokens["n"].to_pylist()) == of.n
+                else:
+                    assert len(of.tokens) == 0
+                for row in of.outputs.to_pylist():
+                    assert row["mean"] == pytest.approx(outputs[places, row["token"]].mean(), abs=2e-3)
+    assert both > 1
 
 
 def test_weights(made: tuple[Run, Harvest, Counted]) -> None:

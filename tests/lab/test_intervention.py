@@ -10,6 +10,8 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.opening.intervention import Intervention, Masking
 from param_decomp_lab.opening.selection import selected
+from tests import reference as ref
+from tests.core import tiny
 from tests.lab.tiny_run import SITES
 
 TEXT = "def f(x):"
@@ -31,12 +33,58 @@ def masks_of(masking: Masking) -> dict[str, np.ndarray]:
     return masking.masks
 
 
-def test_readings_are_run_logits_with_their_masks_to_the_bit(run: Run, found: Intervention) -> None:
-    for reading in found.readings.values():
+@pytest.fixture(scope="module")
+def steered(run: Run) -> Intervention:
+    return run.intervene(TEXT, CHOSEN, set_to=-1.5, samples=2, attack_steps=5, continue_tokens=2)
+
+
+@pytest.mark.parametrize("fixture", ["found", "steered"])
+def test_readings_are_run_logits_with_their_masks_to_the_bit(
+    run: Run, fixture: str, request: pytest.FixtureRequest
+) -> None:
+    for reading in request.getfixturevalue(fixture).readings.values():
         pairs = [*zip(reading.before, reading.before_masking, strict=True)]
         pairs += [*zip(reading.after, reading.after_masking, strict=True)]
         for logits, masking in pairs:
-            np.testing.assert_array_equal(logits, run.logits(TEXT, masking.masks, masking.delta))
+            np.testing.assert_array_equal(logits, run.logits(TEXT, masking.masks, masking.delta, masking.added))
+
+
+def test_components_set_to_an_activation(run: Run, steered: Intervention) -> None:
+    """I1, F8: masks of 0, and what the reference adds; only with the intervention."""
+    chosen = selected(CHOSEN, run.sites, len(TEXT))
+    tokens = np.asarray([ord(letter) for letter in TEXT], np.int32)
+    target = tiny.ref_target(run.target, run.weights, tokens[None])
+    factors = {site: dict(zip("VU", map(tiny.array, run.factors(site)), strict=True)) for site in SITES}
+    for reading in steered.readings.values():
+        for masking in reading.before_masking:
+            assert not masking.added
+        for masking, logits in zip(reading.after_masking, reading.after, strict=True):
+            for site, own in chosen.items():
+                assert (masking.masks[site][own] == 0).all()
+            norms = {site: np.linalg.norm(factors[site]["U"], axis=-1) for site in chosen}
+            added = {site: np.where(own, -1.5 / norms[site], 0)[None] for site, own in chosen.items()}
+            deltas = {site: np.zeros((1, len(TEXT))) for site in SITES}
+            deltas |= {site: x[None] for site, x in masking.delta.items()} if isinstance(masking.delta, dict) else {}
+            masks = {site: tiny.array(mask)[None] for site, mask in masking.masks.items()}
+            expected, _ = ref.masked_pass(target, factors, masks, deltas, {}, added=added)
+            np.testing.assert_allclose(logits, ref.value(expected)[0], atol=1e-4)
+    off = run.intervene(TEXT, CHOSEN, readings=("ci",)).readings["ci"].after
+    assert np.abs(off - steered.readings["ci"].after).max() > 0.01
+    assert steered.what == "3 components set to -1.5, at some positions"
+
+
+def test_an_activation_set_to_what_it_is_changes_nothing(run: Run) -> None:
+    a = np.asarray(run.activations(TEXT, UP)[UP])
+    mask = np.ones(a.shape)
+    mask[4, 3] = 0
+    without = run.logits(TEXT, {UP: mask}, delta=1)
+    again = run.logits(TEXT, {UP: mask}, delta=1, added={UP: np.where(mask == 0, a, 0)})
+    np.testing.assert_allclose(again, run.logits(TEXT), atol=2e-5)
+    assert np.abs(np.asarray(without) - run.logits(TEXT)).max() > 1e-3
+    with pytest.raises(UserError, match="is not among the masked sites"):
+        run.logits(TEXT, {UP: mask}, added={DOWN: 1.0})
+    with pytest.raises(UserError, match=r"\[7\] does not broadcast to \[1, 9, 20\]"):
+        run.logits(TEXT, {UP: mask}, added={UP: np.ones(7)})
 
 
 def test_masks(run: Run, found: Intervention) -> None:
@@ -147,6 +195,8 @@ def test_a_toy(toy: Path) -> None:
         (f"{UP}:1", {"readings": ("ci", "worst")}, "'worst' should be one of"),
         (f"{UP}:1", {"scale": float("nan")}, "finite"),
         (f"{UP}:1", {"alone": True, "scale": 0.5}, "leave out scale"),
+        (f"{UP}:1", {"set_to": float("inf")}, "set_to should be a finite number"),
+        (f"{UP}:1", {"set_to": 2.0, "alone": True}, "leave out scale and alone"),
     ],
 )
 def test_wrong_requests(run: Run, selection: Any, options: dict[str, Any], message: str) -> None:

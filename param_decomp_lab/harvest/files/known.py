@@ -1,7 +1,7 @@
 """Reads everything that a harvest knows about one component."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -15,11 +15,22 @@ EXAMPLES_SHOWN = 5
 TOKENS_SHOWN = 8
 
 
+class OfSign(NamedTuple):
+    """What is known of the firings where a has one sign (``a > 0``, ``a < 0``). ``n``: the sampled firings that are
+    counted. ``tokens``: the most frequent there: ``token``, ``text``, ``n``, ``precision`` (their share of the
+    firings), ``pmi``; none for a toy. ``outputs``: as of `Harvest.outputs`."""
+
+    sign: str
+    n: int
+    tokens: pa.Table
+    outputs: pa.Table
+
+
 @dataclass(frozen=True)
 class KnownComponent:
     """Component ``number`` of ``site``: its ``numbers`` (`Harvest.component`), its newest ``label`` (empty without
     one), ``examples``, and the tables ``tokens`` and ``outputs``. ``n_positions``: of the harvest. ``of_text``: whether
-    inputs are tokens."""
+    inputs are tokens. ``signs``: `Harvest.by_sign`."""
 
     site: str
     number: int
@@ -30,6 +41,7 @@ class KnownComponent:
     outputs: pa.Table
     n_positions: int
     of_text: bool
+    signs: list[OfSign] = field(default_factory=list)
 
     def __repr__(self) -> str:
         names = " ".join(map(repr, self.tokens["text"].to_pylist()[:TOKENS_SHOWN]))
@@ -51,5 +63,9 @@ class KnownComponent:
             n_positions=self.n_positions, top=shown("top"), uniform=shown("uniform"),
             inputs=self.tokens.slice(0, TOKENS_SHOWN).to_pylist(),
             outputs=self.outputs.slice(0, TOKENS_SHOWN).to_pylist(),
+            signs=[
+                (of.sign, of.n, *(table.slice(0, TOKENS_SHOWN).to_pylist() for table in (of.tokens, of.outputs)))
+                for of in self.signs
+            ],
             unit="Tokens" if self.of_text else "Features", of_text=self.of_text,
         )  # fmt: skip

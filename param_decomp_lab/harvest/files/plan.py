@@ -11,11 +11,11 @@ from param_decomp_lab.safe_io.printable import printable
 
 HARVESTS = "harvests"
 """The subfolder of a run with its harvests."""
-FORMAT = 2
+FORMAT = 3
 """The format of new harvests. Format 1 ranked the top examples by λ, with ties broken at random, and did not count
-``firings_at_one``.
+``firings_at_one``. Format 2 did not keep the tokens at the sampled positions, nor the signs of a there.
 """
-READABLE = (1, 2)
+READABLE = (1, 2, 3)
 LARGEST = 1 << 40
 """Largest number in a plan."""
 MOST_INPUTS = 1 << 24

@@ -25,7 +25,7 @@ from param_decomp_lab.harvest.files.averages import Averages, find_averages
 from param_decomp_lab.harvest.files.component_index import ComponentIndex
 from param_decomp_lab.harvest.files.example import Example
 from param_decomp_lab.harvest.files.groups import Groups, find_groups
-from param_decomp_lab.harvest.files.known import KnownComponent
+from param_decomp_lab.harvest.files.known import KnownComponent, OfSign
 from param_decomp_lab.harvest.files.labels import Labels
 from param_decomp_lab.harvest.files.plan import HARVESTS, HarvestPlan, PlannedSite
 from param_decomp_lab.harvest.files.search import match_by_tokens, matching_tokens
@@ -34,6 +34,7 @@ from param_decomp_lab.harvest.files.tables import (
     FIRINGS_FILE,
     GROUPS,
     INPUTS_FILE,
+    NEGATIVE_FILE,
     PLAN_FILE,
     POSITIONS_FILE,
     ROWS_FILE,
@@ -55,6 +56,8 @@ DAMAGE = (
 """Errors that reading a damaged file can raise."""
 MOST_POSITIONS = 256
 """Sampled positions at which co-firing components and outputs are counted: a uniform sample of the firings."""
+MOST_SIGNED = 1024
+"""Sampled positions at which tokens and outputs are counted by the sign of a."""
 MOST_MEMBERS = 1 << 18
 BY_CHANCE = 32
 """From this number of positions on, components that fire there only once are left out, since that happens by chance."""
@@ -206,7 +209,7 @@ class Harvest:
         return KnownComponent(
             site, number, self.component(site, number), history[0].text if history else "",
             self.examples(site, number), self.tokens(site, number), self.outputs(site, number),
-            self.plan.n_positions, self.plan.inputs == "tokens",
+            self.plan.n_positions, self.plan.inputs == "tokens", self.by_sign(site, number),
         )  # fmt: skip
 
     def examples(self, site: str, number: int, most: int | None = None) -> list[Example]:
@@ -293,12 +296,43 @@ class Harvest:
         and ``everywhere``, ordered by their difference. Means are over the positions of `co_firing`; tokens that are
         not among the largest predictions of a position count as 0.
         """
+        return self._outputs_at(self._firing_places(self.index.number_of(site, number)), most)
+
+    def _outputs_at(self, places: np.ndarray, most: int) -> pa.Table:
         with self._damage(self.folder):
-            here = self._mean_outputs(self._firing_places(self.index.number_of(site, number)))
-            everywhere = self._outputs_everywhere
+            here, everywhere = self._mean_outputs(places), self._outputs_everywhere
         more = np.flatnonzero(here > everywhere)
         order = more[np.argsort(everywhere[more] - here[more], kind="stable")[:most]]
         return self._with_names(pa.table({"token": order, "mean": here[order], "everywhere": everywhere[order]}))
+
+    def by_sign(self, site: str, number: int, most: int = 10) -> list[OfSign]:
+        """Returns the tokens where a component fires, and what the target predicts there, where a > 0 and where a < 0:
+        it writes U in one direction or the other. Counted at up to `MOST_SIGNED` of its firings at the sampled
+        positions. Empty if only one sign occurs there, and for harvests before format 3, which do not keep signs.
+        """
+        if self.plan.format < 3:
+            return []
+        with self._damage(self.folder):
+            ends, _ = self._lists["components"]
+            me = self.index.number_of(site, number)
+            first, last = ends.read(me, me + 2).tolist()
+            negative = self._negative.read(first, max(first, min(last, first + MOST_SIGNED))) != 0
+            places = self._firing_places(me, MOST_SIGNED)
+        if negative.all() or not negative.any():
+            return []
+        parts = (("a > 0", places[~negative]), ("a < 0", places[negative]))
+        return [OfSign(sign, len(at), self._tokens_at(at, most), self._outputs_at(at, most)) for sign, at in parts]
+
+    def _tokens_at(self, places: np.ndarray, most: int) -> pa.Table:
+        """The most frequent tokens at some of the sampled positions; none for a toy."""
+        with self._damage(self.folder / POSITIONS_FILE):
+            at = self._sampled_tokens[places] if self.plan.inputs == "tokens" else np.zeros(0, np.int32)
+            token, n = np.unique(at, return_counts=True)
+            order = np.argsort(-n, kind="stable")[:most]
+            token, n = token[order], n[order]
+            share = n / max(len(places), 1)
+            pmi = np.log(share / (self.input_totals[token] / self.plan.n_positions))
+        return self._with_names(pa.table({"token": token, "n": n, "precision": share, "pmi": pmi}))
 
     def weights(self, site: str, number: int) -> dict[str, Any]:
         """Returns the neurons of which V and U consist (largest cosines) and, if the site writes to the residual
@@ -587,6 +621,23 @@ class Harvest:
         if len(found) and not 0 <= found.min() <= found.max() < len(self.index):
             raise ValueError("no such component")
         return found, len(spans)
+
+    @cached_property
+    def _negative(self) -> NumberList:
+        """Whether a is negative, of every entry of the components' list of `_lists`."""
+        with self._damage(self.folder / NEGATIVE_FILE):
+            found = NumberList(self.folder / NEGATIVE_FILE)
+            if len(found) != len(self._lists["components"][1]):
+                raise ValueError(f"{len(found)} signs")
+            return found
+
+    @cached_property
+    def _sampled_tokens(self) -> Int32[np.ndarray, " s"]:
+        with self._damage(self.folder / POSITIONS_FILE):
+            found: np.ndarray = self._file(POSITIONS_FILE).read(columns=["token"])["token"].to_numpy()
+            if not 0 <= found.min() <= found.max() < self.plan.n_inputs:
+                raise ValueError(f"tokens {found.min()} to {found.max()} of {self.plan.n_inputs}")
+            return found
 
     @cached_property
     def sampled_counts(self) -> Int64[np.ndarray, " C"]:

@@ -101,6 +101,8 @@ INPUTS_FILE = "inputs.parquet"
 POSITIONS_FILE = "positions.parquet"
 FIRINGS_FILE = "firings.npy"
 """The file with the firings of every component, numbered across all sites."""
+NEGATIVE_FILE = "components_negative.npy"
+"""The file that says of every firing at a sampled position, by component, whether a is negative; since format 3."""
 VOCABULARY_FILE = "vocabulary.parquet"
 """The file with the name of each token, by id; missing if the run has no tokenizer."""
 
