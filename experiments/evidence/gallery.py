@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in RUNS:
         parser.add_argument(f"--{name}", type=Path, required=True, metavar="RUN")
-    parser.add_argument("--most", type=int, default=40, help="components of each run")
+    parser.add_argument("--most", type=int, default=37, help="components of each run")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gallery.zip")
     given = parser.parse_args()
     try:
