@@ -114,7 +114,7 @@ def make(out: Path, n_sites: int, C: int, positions: int, mean_l0: float, exampl
         run="p-00000000", step=0, data="made up", available=rows, rows=rows, length=LENGTH, inputs="tokens",
         n_inputs=VOCABULARY, sites=tuple(PlannedSite(name, n, C, WIDTH, WIDTH) for n, name in enumerate(names)),
         threshold=0.0, seed=0, block_rows=BLOCK_ROWS, examples=examples, around=AROUND,
-        sampled=-(-positions_sampled(n_sites * C) // n_blocks), outputs=16,
+        sampled=min(-(-positions_sampled(n_sites * C) // n_blocks), BLOCK_ROWS * LENGTH), outputs=16,
     )  # fmt: skip
     source, made = MadeRows(), [Made(n, C, mean_l0) for n in range(n_sites)]
     began = time.monotonic()
