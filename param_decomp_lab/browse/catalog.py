@@ -25,7 +25,7 @@ from param_decomp_lab.schema.site_names import has_attention_heads
 
 HARVESTS_OPEN = 4
 Version = tuple[int, int]
-"""Of a file: inode and time of change."""
+"""A file's inode and time of change."""
 TargetFields = dict[str, Any]
 """The fields of a run's `target.json`, as they stand there: making an `Architecture` of them imports JAX."""
 

@@ -8,11 +8,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.data.token_names import visible
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files import Summary
 from param_decomp_lab.harvest.files import search as search_files
-from param_decomp_lab.harvest.files.search import match_by_tokens
+from param_decomp_lab.harvest.files.search import match_by_tokens, trimmed
 from param_decomp_lab.harvest.files.tables import table_file
 from param_decomp_lab.safe_io.printable import printable
 
@@ -58,7 +57,7 @@ class Query:
             least, most = (_bound(given, f"{end}_{name}") for end in ("min", "max"))
             if least is not None or most is not None:
                 ranges.append((name, 0.0 if least is None else least, np.inf if most is None else most))
-        return cls(sort, given.get("order") == "up", search.strip(), labelled, tuple(ranges))
+        return cls(sort, given.get("order") == "up", trimmed(search), labelled, tuple(ranges))
 
     @property
     def address(self) -> dict[str, str]:
@@ -199,9 +198,8 @@ def _add_labels(match: Float[np.ndarray, " C"], search: str, labels: Mapping[int
 
 
 def matching_tokens(opened: Opened, search: str) -> Int[np.ndarray, " n"]:
-    """Tokens that a search means, by their names, in which invisible characters are escapes; of a toy, the feature of
-    this number."""
-    return search_files.matching_tokens(opened.harvest.vocabulary, opened.harvest.plan.n_inputs, visible(search))
+    """Tokens that a search means; of a toy, the feature of this number."""
+    return search_files.matching_tokens(opened.harvest.vocabulary, opened.harvest.plan.n_inputs, search)
 
 
 def _bound(given: Mapping[str, str], name: str) -> float | None:

@@ -22,7 +22,7 @@ from param_decomp_lab.browse.graph_nodes import (
     page_of,
     where,
 )
-from param_decomp_lab.browse.pages import NotThere, Pages, address, as_asked, clean, unit
+from param_decomp_lab.browse.pages import NotThere, Pages, address, as_asked, clean, unit, unseen
 from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import LONGEST, GraphAnswer, GraphQuestion
 from param_decomp_lab.errors import UserError
@@ -73,8 +73,10 @@ class GraphPages:
                 entries.append({"name": path.stem, "wrong": "", **asdict(_brief(path, path.stat().st_mtime_ns))})
             except (UserError, OSError) as error:
                 entries.append({"name": path.stem, "wrong": clean(error, 300)})
-        return self._pages.render("graphs.html", opened=opened, entries=entries, waiting="", wrong="", prompt="",
-                                  target="", optimize=False, unit=unit(opened))  # fmt: skip
+        return self._pages.render(
+            "graphs.html", opened=opened, entries=entries, waiting="", wrong="", prompt="", target="", optimize=False,
+            unit=unit(opened), unseen={}, unseen_target={},
+        )  # fmt: skip
 
     def kept(self, opened: Opened, name: str, view: View) -> str:
         """A graph from the run's folder."""
@@ -93,6 +95,7 @@ class GraphPages:
                 "graphs.html", opened=opened, entries=[], waiting=waiting, wrong=wrong,
                 prompt=as_asked(question.prompt[:LONGEST]), target=as_asked(question.target[:100]),
                 optimize=question.optimize, unit=unit(opened),
+                unseen=unseen(question.prompt[:LONGEST]), unseen_target=unseen(question.target[:100]),
             )  # fmt: skip
         asked = {"prompt": question.prompt, "target": question.target, "optimize": "1" if question.optimize else ""}
         return self._graph(opened, answer.graph, view, asked)
@@ -166,6 +169,7 @@ class GraphPages:
             data=Markup(text.replace("<", "\\u003c")), left_out=len(graph.nodes) - len(served),
             edges_left_out=between - len(edges), prompt=clean(graph.prompt, 2000), unit=unit(opened),
             sent=as_asked(graph.prompt[: LONGEST + 1]),  # one that is too long is refused, not run in part
+            unseen=unseen(graph.prompt[:LONGEST]),
             outputs=[
                 {"token": output_name(graph, n), "node": n, "sum": sum(e.weight for _, e in graph.into(n))}
                 for n in graph.outputs

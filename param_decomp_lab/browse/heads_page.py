@@ -3,7 +3,7 @@
 from typing import Any
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import NotThere, Pages, as_asked, checked_number, clean
+from param_decomp_lab.browse.pages import NotThere, Pages, as_asked, checked_number, clean, unseen
 from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import LONGEST, HeadsAnswer, HeadsQuestion
 
@@ -41,7 +41,8 @@ class HeadsPages:
             else:
                 values |= {"answer": answer, "text_wrong": clean(answer.text_wrong, 2000)} | _tables(opened, answer)
         return self._pages.render(
-            "heads.html", opened=opened, site=site, n=number, text=as_asked(text[:LONGEST]), longest=LONGEST, **values,
+            "heads.html", opened=opened, site=site, n=number, text=as_asked(text[:LONGEST]), longest=LONGEST,
+            unseen=unseen(text[:LONGEST]), **values,
         )  # fmt: skip
 
 

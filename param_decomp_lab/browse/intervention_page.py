@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import Pages, as_asked, clean, unit
+from param_decomp_lab.browse.pages import Pages, as_asked, clean, unit, unseen
 from param_decomp_lab.browse.text_page import PATIENCE_S, WAITING, Workers
 from param_decomp_lab.browse.text_worker import LONGEST, InterventionQuestion
 from param_decomp_lab.data.token_names import PICTURES, visible
@@ -44,7 +44,7 @@ class InterventionPages:
         return self._pages.render(
             "intervene.html", opened=opened, prompt=as_asked(prompt[:LONGEST]), select=clean("\n".join(selection)),
             how=how if how in HOWS else "off", scale=clean(scale, 12), goes_on=goes_on,
-            unit=unit(opened), chosen=chosen[:LINKED], example=example,
+            unseen=unseen(prompt[:LONGEST]), unit=unit(opened), chosen=chosen[:LINKED], example=example,
             usual=opened.harvest.component(*chosen[0]) if len(chosen) == 1 else None, **values,
         )  # fmt: skip
 
@@ -110,9 +110,10 @@ def _example_text(opened: Opened, site: str, number: int) -> str:
     if not example.of_text:
         values = opened.harvest.row(example.row)
         return " ".join(f"{feature}={values[feature]:.6g}" for feature in example.tokens)
-    text = "".join(example.names[: example.position - example.first + 1])
-    text = (_MARKERS.split(text)[-1] or text).translate(_PLAIN)
-    return _ESCAPES.sub(_unescaped, text)[-LONGEST:]
+    # One by one: an escape that only several names together make is the text's own.
+    names = example.names[: example.position - example.first + 1]
+    text = "".join(_ESCAPES.sub(_unescaped, name.translate(_PLAIN)) for name in names)
+    return (_MARKERS.split(text)[-1] or text)[-LONGEST:]
 
 
 def _unescaped(found: re.Match[str]) -> str:

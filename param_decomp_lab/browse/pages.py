@@ -65,7 +65,7 @@ SCORES_SHOWN = 12
 SITES = 200
 """Sites of a page."""
 BEFORE_UNSEEN, AFTER_UNSEEN, NAMED_UNSEEN = 20, 60, 6
-"""Of a text with invisible characters: how much is shown before and after the first, and how many of them are named."""
+"""How much of a text with invisible characters is shown before and after the first, and how many are named."""
 _UNHELD = re.compile("[\x00\ud800-\udfff]")
 
 
@@ -87,7 +87,6 @@ class Pages:
             amount=amount,
             clean=clean,
             typed=typed,
-            unseen=unseen,
             brief=brief,
             signed=signed,
             breakable=breakable,
@@ -392,8 +391,9 @@ def as_asked(text: str) -> str:
 
 
 def unseen(text: str) -> dict[str, str]:
-    """What a text has that is invisible or looks like a space, by name, and the text from there on, with all of it
-    made visible; empty if there is none."""
+    """What a text, as it was run, has that is invisible or looks like a space, by name, and the text from there on,
+    with all of it made visible; empty if there is none."""
+    text = line_feeds(text)
     plain = text.replace("\n", "").replace("\t", "")
     found = sorted({character for character in plain if visible(character) != character})
     if not found:

@@ -39,6 +39,7 @@ from param_decomp_lab.browse.pages import NotThere, Pages, address, line_feeds
 from param_decomp_lab.browse.text_page import TextPages, Workers
 from param_decomp_lab.browse.text_worker import GraphQuestion
 from param_decomp_lab.errors import CannotWrite, UserError
+from param_decomp_lab.harvest.files.search import trimmed
 from param_decomp_lab.report.write import render_report
 
 HERE = Path(__file__).parent
@@ -88,7 +89,7 @@ def make_app(folders: Sequence[Path], hosts: Sequence[str] = ()) -> Starlette:
 
     @of_harvest
     async def harvest(request: Request, opened: Opened) -> Response:
-        if request.query_params.get("search", "").strip():  # what this page once searched
+        if trimmed(request.query_params.get("search", "")):  # what this page once searched
             return RedirectResponse(
                 address(opened.run, opened.name, "components", search=request.query_params["search"]), 303
             )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from param_decomp_lab.browse.catalog import Opened
-from param_decomp_lab.browse.pages import Pages, as_asked, checked_number, clean, shown_tokens, unit
+from param_decomp_lab.browse.pages import Pages, as_asked, checked_number, clean, shown_tokens, unit, unseen
 from param_decomp_lab.browse.text_worker import LONGEST, ComponentAnswer, ComponentQuestion, TextAnswer, TextWorker
 from param_decomp_lab.ui.cards import context
 
@@ -74,6 +74,7 @@ class TextPages:
             "text.html",
             opened=opened,
             text=as_asked(text[:LONGEST]),
+            unseen=unseen(text[:LONGEST]),
             unit=unit(opened),
             longest=LONGEST,
             order=order,
@@ -95,6 +96,7 @@ class TextPages:
                 values |= _strongest(opened, answer, float(opened.harvest.component(site, number)["activation_max"]))
         return self._pages.render(
             "component_text.html", opened=opened, text=as_asked(text[:LONGEST]), unit=unit(opened), longest=LONGEST,
+            unseen=unseen(text[:LONGEST]),
             site=site, n=number, id=f"{site}:{number}", label=opened.labels.of_site(site).get(number, ""), **values,
         )  # fmt: skip
 

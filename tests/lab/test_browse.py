@@ -13,7 +13,7 @@ from contextlib import closing
 from html import escape, unescape
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -529,6 +529,13 @@ def test_what_does_not_show_in_a_text_is_told(mine: Path, monkeypatch: pytest.Mo
         page = browser.get(f"{here}/text", params={"text": f"{'a' * 500}\u200b{'b' * 500}\x00"}).text
         assert f'<span class="token">…{"a" * 20}\\u200b{"b" * 59}…</span>' in page
         assert f"{'b' * 500}\\x00</textarea>" in page  # which no page can hold
+        assert "characters that are invisible or look like a space: U+0000, U+200B ZERO WIDTH SPACE." in page
+        asked.clear()
+        for more in ({"how": "scale", "scale": "x"}, {"how": "off", "select": "group:99"}):
+            page = browser.get(f"{here}/intervene", params={"prompt": "a\x00", "select": f"{SITE}:0", **more}).text
+            assert "It has characters that are invisible or look like a space: U+0000." in page
+            assert '<span class="token">a␀</span>' in page
+        assert asked == []
 
 
 def test_a_search_for_what_does_not_show(mine: Path) -> None:
@@ -544,6 +551,30 @@ def test_a_search_for_what_does_not_show(mine: Path) -> None:
         assert "No token contains this" in browser.get(f"{base(mine)}/components", params={"search": "a b"}).text
 
 
+def test_a_search_for_one_that_does_not_show(mine: Path) -> None:
+    """The character alone is not trimmed away, on any page that searches, nor in Python."""
+    harvest = Harvest(only_harvest(mine))
+    token = int(harvest.tokens(SITE, int(harvest.summary(SITE).firings.argmax()))["token"][0].as_py())
+    names = [f"[{n}]" for n in range(256)]
+    for character, name in (("\u00a0", "\\u00a0"), ("\u3000", "\\u3000"), ("\U000e0001", "\\U000e0001")):
+        names[token] = name
+        pq.write_table(pa.table({"text": names}), harvest.folder / "vocabulary.parquet")
+        with client(mine) as browser:
+            for search in (character, f" {character}", name):
+                for path in (f"sites/{SITE}", "components"):
+                    page = browser.get(f"{base(mine)}/{path}", params={"search": search}).text
+                    assert f'searched for: <span class="token">{name}</span>' in page
+                first = browser.get(base(mine), params={"search": search})
+                assert first.status_code == 303
+                assert parse_qs(urlsplit(first.headers["location"]).query)["search"] == [search]
+            everything = browser.get(f"{base(mine)}/components", params={"search": " \t"}).text
+            assert "searched for" not in everything
+        found = Harvest(harvest.folder).find(token=token).to_pylist()
+        assert len(found) > 0
+        for search in (character, f" {character}\n", name):
+            assert Harvest(harvest.folder).find(token=search).to_pylist() == found
+
+
 def test_an_example_with_what_does_not_show(mine: Path) -> None:
     """What the names of tokens escape is the character again, and what is an escape in the text itself is not."""
     harvest = Harvest(only_harvest(mine))
@@ -556,6 +587,20 @@ def test_an_example_with_what_does_not_show(mine: Path) -> None:
     assert box is not None
     assert box[1].startswith("\u200b\\u0041[")
     assert "U+200B ZERO WIDTH SPACE" in page
+    assert "is run" not in page
+
+
+def test_an_example_of_source_code_with_an_escape(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that make an escape only together are that source code, before and after a marker alike."""
+    names = ("<|endoftext|>", "a", "\\", "u", "200", "b", "\\u00", "a0", "\\u00a0", "↵", "b")
+    zeros = np.zeros(len(names), np.float32)
+    example = Example("top", 0, len(names) - 1, 1.0, 1.0, 0, tuple(range(len(names))), zeros, zeros, names)
+    monkeypatch.setattr(Harvest, "examples", lambda *_: [example])
+    with client(mine) as browser:
+        page = browser.get(f"{base(mine)}/intervene", params={"select": f"{SITE}:0"}).text
+    box = re.search(r'<textarea name="prompt"[^>]*>\n(.*?)</textarea>', page, re.DOTALL)
+    assert box is not None
+    assert box[1] == "a\\u200b\\u00a0\u00a0\nb"
 
 
 def test_the_factor_shows_where_it_matters(shown: TestClient, harvested: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -37,6 +38,7 @@ from param_decomp_lab.harvest.harvest import harvest
 from param_decomp_lab.harvest.plan import HarvestRequest
 from param_decomp_lab.runs.position_attack import comparison_file
 from param_decomp_lab.safe_io.printable import UNPRINTABLE
+from param_decomp_lab.ui.cards import card, context
 from tests.lab.chromium import CHROMIUM, NONE_HERE, chromium, follow, watched
 from tests.lab.shared_folders import DOWN, UP, hand_graph, with_parts
 from tests.lab.test_browse import LLAMA, LONG_MARKS, MARKS, MARKUP, base, only_harvest
@@ -52,11 +54,13 @@ HOSTILE = [
     f"{MARKUP}{MARKS}", LONG_MARKS, "W" * 10_000, f"line\nbreak\r\n\u2028{MARKUP}", "\u200b\u200b{}\u00a0\ufeff",
     "ش" * 10_000, "a b " * 2_500, "\u202e\u2067\u200f\"'><b>",
 ]  # fmt: skip
+KINDS = ("label", "author", "token", "run", "data", "baseline", "rows", "prompt", "output", "site")
+"""Of texts that come from outside; `hostile` says in each which it is."""
 CHOSEN = quote(f"{DOWN}:5@3")
 PAGES = {
     "runs": ("/", "/"),
     "a harvest": ("/{run}/{harvest}", ""),
-    "all components": ("/{run}/{harvest}/components", "/components"),
+    "all components": ("/{run}/{harvest}/components", "/components?sort=density&order=up"),
     "a search": ("/{run}/{harvest}/components", "/components?search=b"),
     "a site": ("/{run}/{harvest}/sites/{site}", f"/sites/{DOWN}"),
     "a component": ("/{run}/{harvest}/sites/{site}/{component}", f"/sites/{DOWN}/6"),
@@ -101,6 +105,11 @@ def test_every_route_is_among_the_pages(harvested: Path) -> None:
 # ---- runs that do harm, and their server ----
 
 
+def hostile(kind: str, text: str) -> str:
+    assert kind in KINDS
+    return f"<s>{kind}</s>{text}"
+
+
 @pytest.fixture(scope="module")
 def runs(harvested: Path, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile") / "runs"
@@ -116,35 +125,40 @@ def runs(harvested: Path, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) 
     own_graph = hostile_graph()
     (folder / LLAMA / "graphs").mkdir(exist_ok=True)
     (folder / LLAMA / "graphs" / "hand.json").write_text(json.dumps(own_graph))
-    own_graph["nodes"]["site"] = [HOSTILE[n % len(HOSTILE)] for n in range(len(own_graph["nodes"]["site"]))]
+    sites = own_graph["nodes"]["site"]
+    own_graph["nodes"]["site"] = [hostile("site", HOSTILE[n % len(HOSTILE)]) for n in range(len(sites))]
     own_graph["rests"] = {name: [] for name in own_graph["rests"]}
     (folder / LLAMA / "graphs" / "alien.json").write_text(json.dumps(own_graph))
     (folder / LLAMA / "graphs" / "damaged.json").write_text(json.dumps(MARKUP))
     file = comparison_file(folder / LLAMA, STEPS)
     file.parent.mkdir(exist_ok=True)
-    kept = comparison(replacements=(replace(SAE, name=f"{MARKUP}{'x' * 100}"),))
-    keep(file, Kept(kept, f"rows {MARKUP}{'y' * 10_000}"))
+    kept = comparison(replacements=(replace(SAE, name=hostile("baseline", f"{MARKUP}{'x' * 100}")),))
+    keep(file, Kept(kept, hostile("rows", f"{MARKUP}{'y' * 10_000}")))
     return folder
 
 
 def _make_hostile(folder: Path, run: str) -> None:
     made = only_harvest(folder, run)
-    names = [HOSTILE[n % len(HOSTILE)] + str(n) for n in range(256)]
+    names = [hostile("token", HOSTILE[n % len(HOSTILE)]) + str(n) for n in range(256)]
     pq.write_table(pa.table({"text": names}), made / "vocabulary.parquet")
     plan = json.loads((made / "harvest.json").read_text())
-    (made / "harvest.json").write_text(json.dumps(plan | {"data": f"{MARKUP}{MARKS}{'y' * 10_000}"}))
+    (made / "harvest.json").write_text(json.dumps(plan | {"data": hostile("data", f"{MARKUP}{MARKS}{'y' * 10_000}")}))
     config = folder / run / "config.yaml"
-    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"run_name": f"{MARKUP}{'x' * 10_000}"}))
+    resolved = yaml.safe_load(config.read_text())
+    resolved["wrapper"]["run_name"] = hostile("run", f"{MARKUP}{'x' * 10_000}")
+    config.write_text(yaml.safe_dump(resolved))
     labels = Labels(folder / run, plan["step"])
     for site in Harvest(made).plan.sites:
         for n in range(0, site.C, 3):  # the others have their tokens in the label's place
-            labels.set(site.name, n, HOSTILE[n // 3 % len(HOSTILE)], (MARKUP + MARKS)[:100])
+            label = hostile("label", HOSTILE[n // 3 % len(HOSTILE)])
+            labels.set(site.name, n, label[:10_000], hostile("author", MARKUP + MARKS)[:100])
 
 
 def hostile_graph() -> dict[str, Any]:
     raw = with_parts(hand_graph(STEPS)).to_json()
-    raw |= {"prompt": HOSTILE[0] + "p" * 3_000, "tokens": [HOSTILE[0], HOSTILE[2], HOSTILE[3], HOSTILE[4]]}
-    raw["output_names"] = dict.fromkeys(raw["output_names"], HOSTILE[0])
+    tokens = [hostile("token", HOSTILE[n]) for n in (0, 2, 3, 4)]
+    raw |= {"prompt": hostile("prompt", HOSTILE[0] + "p" * 3_000), "tokens": tokens}
+    raw["output_names"] = dict.fromkeys(raw["output_names"], hostile("output", HOSTILE[0]))
     return raw
 
 
@@ -153,7 +167,7 @@ def address(runs: Path) -> Iterator[str]:
     """Of a server in this process, whose runs answer here, with tokens that do harm. Nothing waits, so that no page
     asks again by itself."""
     opened = {run: load_run(runs / run, devices=1) for run in (LLAMA, TWIN, ATTENDS)}
-    names = token_names({n: HOSTILE[n % len(HOSTILE)] + str(n) for n in range(256)})
+    names = token_names({n: hostile("token", HOSTILE[n % len(HOSTILE)]) + str(n) for n in range(256)})
     wait = TextWorker.wait
 
     def answer(worker: TextWorker, question: Question) -> AnyAnswer:
@@ -214,7 +228,9 @@ CONTRASTS = """() => {
     const layers = [];
     for (let e = element; e; e = e.parentElement) {
       const style = getComputedStyle(e);
-      layers.push(...(style.backgroundImage.match(/rgba?\\([^)]*\\)/g) ?? []).map(rgba), rgba(style.backgroundColor));
+      // A gradient here has one colour, which is written at both of its ends.
+      const gradients = style.backgroundImage.split("gradient(").map((one) => one.match(/rgba?\\([^)]*\\)/)?.[0]);
+      layers.push(...gradients.filter(Boolean).map(rgba), rgba(style.backgroundColor));
     }
     return layers.reverse().reduce((below, layer) => over(layer, below), [255, 255, 255]);
   };
@@ -267,7 +283,7 @@ WATCH_FOCUS = """() => {
   return window.stops.map(name);
 }"""
 
-NOTHING_MADE = "document.querySelectorAll(`img:not([src^='data:image/png']), iframe, object, embed, b > b`).length"
+NOTHING_MADE = "document.querySelectorAll(`img:not([src^='data:image/png']), iframe, object, embed, b > b, s`).length"
 SCRIPTS = "[...document.scripts].filter((one) => !one.src && one.type !== 'application/json').length"
 
 
@@ -316,6 +332,10 @@ def test_without_scripts_on_a_phone(here: str, runs: Path, browser: Browser, nam
     count, faint = page.evaluate(CONTRASTS)
     assert count > (4 if name == "nothing there" else 15)
     assert faint == []
+    if page.locator("#by-activation").count():  # a label or a radio button does it without scripts
+        page.locator("#by-activation").check()
+        shaded, faint = page.evaluate(CONTRASTS)
+        assert (shaded, faint) == (count, [])
     for button in page.locator("button:visible").all():
         assert button.evaluate("x => x.form !== null && x.type === 'submit'"), button.inner_text()
     assert [line for line in said if "404" not in line] == []
@@ -346,8 +366,17 @@ def test_with_the_keyboard_alone(here: str, runs: Path, browser: Browser, name: 
     page.context.close()
 
 
-SHOW_NO_NAMES = {"two runs", "another run"}
-"""Pages without a label or a token."""
+SHOWN = {
+    "runs": "run data", "a harvest": "run data", "all components": "label token", "a search": "label token",
+    "a site": "label token", "a component": "label author token", "a text": "label token",
+    "a component on a text": "label token", "without it": "token", "what if": "token", "nearest": "label token",
+    "nearest in another run": "label token", "graphs": "prompt output", "a graph": "prompt label token output",
+    "a node": "prompt label token output", "a graph of other sites": "prompt site token output",
+    "a graph of a text": "label token", "groups": "label", "a group": "label token", "baselines": "baseline rows",
+    "report": "run", "another run": "", "two runs": "", "pairs of a site": "label token", "a pair": "label token",
+    "heads": "label token", "nothing there": "",
+}  # fmt: skip
+"""By page, the `KINDS` of texts that it shows."""
 
 
 @slow
@@ -361,7 +390,7 @@ def test_labels_tokens_and_names_are_text(here: str, runs: Path, browser: Browse
     text = page.evaluate("document.body.textContent + [...document.querySelectorAll('[title], [aria-label]')]"
                          ".map(x => x.title + x.ariaLabel).join()")  # fmt: skip
     assert re.findall(f"[{UNPRINTABLE}]", text.replace("\t", "")) == []
-    assert ("<script>" in text) == (name not in SHOW_NO_NAMES)
+    assert {kind for kind in KINDS if f"<s>{kind}</s>" in text} == set(SHOWN[name].split())
     assert page.evaluate("document.documentElement.scrollWidth") <= 1300
     assert [line for line in said if "404" not in line] == []
     page.context.close()
@@ -390,6 +419,28 @@ def test_links_and_forms_lead_to_every_page(here: str, runs: Path, browser: Brow
                 seen.add(one)
                 todo.append(link)
     assert found >= set(routes) - {"/static/{version}/{file}"}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@slow
+def test_contrasts_of_what_a_page_is_not_at_first(here: str, runs: Path, browser: Browser, scheme: str) -> None:
+    """Hidden nodes of a graph, which stay in its list; and all shades of a card, on the ground that is its own."""
+    page = watched(browser, [], viewport={"width": 1300, "height": 900}, color_scheme=scheme)
+    page.goto(at(here, runs, "a graph"))
+    page.locator("#n2").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("h")
+    assert page.locator(".nodes li.away > a").count() > 0
+    assert page.evaluate(CONTRASTS)[1] == []
+    values = np.arange(11) / 10
+    marked = context([f"token {n}" for n in range(11)], values, values, 10)
+    page.goto("about:blank")  # where no policy forbids the style of a card
+    page.set_content(card("example", context=marked, importance=1.0, activation=1.0, position=10, row=0, uniform=False))
+    assert page.locator(".context span[class]").count() == 10
+    count, faint = page.evaluate(CONTRASTS)
+    assert count > 10
+    assert faint == []
+    page.context.close()
 
 
 # ---- keys that do more than to follow a link ----

@@ -28,7 +28,7 @@ from param_decomp_lab.harvest.files.groups import Groups, find_groups
 from param_decomp_lab.harvest.files.known import KnownComponent, OfSign
 from param_decomp_lab.harvest.files.labels import Labels
 from param_decomp_lab.harvest.files.plan import HARVESTS, HarvestPlan, PlannedSite
-from param_decomp_lab.harvest.files.search import match_by_tokens, matching_tokens
+from param_decomp_lab.harvest.files.search import match_by_tokens, matching_tokens, trimmed
 from param_decomp_lab.harvest.files.tables import (
     COMPONENTS,
     FIRINGS_FILE,
@@ -398,7 +398,7 @@ class Harvest:
 
     def _tokens_meant(self, token: str | int) -> Int64[np.ndarray, " n"]:
         if isinstance(token, str):
-            found = matching_tokens(self.vocabulary, self.plan.n_inputs, token.strip() or token)
+            found = matching_tokens(self.vocabulary, self.plan.n_inputs, trimmed(token) or token)
             if not len(found):
                 how = "give a token's id" if self.vocabulary is None else "no token has this text in it"
                 raise UserError(f"token '{printable(token, 100)}': {how}")

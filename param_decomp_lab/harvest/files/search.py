@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Bool, Float, Int
 
+from param_decomp_lab.data.token_names import visible
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.harvest.files.tables import RARE_TOKEN
 from param_decomp_lab.safe_io.files import regular_file
@@ -23,17 +24,25 @@ TOKENS_MATCHED = 200
 ROWS_AT_ONCE = 1 << 17
 
 
+def trimmed(search: str) -> str:
+    """Returns a search without the blanks around it that a keyboard types. Others, such as a no-break space, are what
+    is searched for.
+    """
+    return search.strip(" \t\r\n")
+
+
 def matching_tokens(vocabulary: pa.Array | None, n_inputs: int, search: str) -> Int[np.ndarray, " n"]:
     """Returns the tokens that equal this text, ignoring case and surrounding spaces; if there are none, those that
-    contain it. Without a vocabulary, returns the input of this number.
+    contain it. What does not show may be given as it is, or as the escape in the tokens' names. Without a vocabulary,
+    returns the input of this number.
     """
     if vocabulary is None:
         return np.asarray([int(search)] if search.isdecimal() and int(search) < n_inputs else [], int)
-    words = pc.utf8_lower(vocabulary)
-    equal = pc.equal(pc.utf8_trim_whitespace(words), pa.scalar(search.lower()))
+    words, wanted = pc.utf8_lower(vocabulary), visible(search).lower()
+    equal = pc.equal(pc.utf8_trim_whitespace(words), pa.scalar(wanted))
     found = np.flatnonzero(equal.to_numpy(zero_copy_only=False))
     if not len(found):
-        found = np.flatnonzero(pc.match_substring(words, search.lower()).to_numpy(zero_copy_only=False))
+        found = np.flatnonzero(pc.match_substring(words, wanted).to_numpy(zero_copy_only=False))
     return found[:TOKENS_MATCHED]
 
 
