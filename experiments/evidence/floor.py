@@ -19,8 +19,8 @@ value at the start, and importance minimality with the run's own penalty (O3), w
 The optimisation starts from λ, and from the choice by gradient (B2); for baselines, only from the latter. Only choices
 optimised ``--against-attack``, with persistent sources as a third reading, withstand an attack.
 
-Optimised importances know the clean output, which λ cannot. They are therefore an upper bound on how much is lost in
-the CI function. Components and singular vectors are compared on equal terms.
+Optimised importances know the clean output, which λ cannot. The difference in error is therefore an upper bound on what
+is lost in the CI function. Components and singular vectors are compared on equal terms.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 The expected pattern of `mlp_in` has one component for each feature, on for that feature alone (docs/semantics.md,
 section 11). The first layer reads the feature that is on and nothing else. A later layer also reads what the layers
 before it have written, and those may write along one direction whatever feature is on. A component that reads this
-direction is then on for all features. It is right, and counts as an error for all features but one.
+direction is then on for all features. It is right, and counts as an error for all of them, or for all but one.
 
 The script turns one feature on at a time. For each `mlp_in` it prints the errors (components that are on for a feature
 that is not theirs), how many of them the most frequent such component has, and the median change of the output

@@ -16,6 +16,8 @@ from param_decomp_lab.harvest.files.groups import GROUP
 MOST = 500
 """Components of a selection."""
 HOWS = ("off", "alone", "scale", "set")
+LARGEST_NUMBER = 1e30
+"""The largest scale, or activation that is set."""
 LINKED = 12
 """Components of a selection that are linked."""
 _MARKERS = re.compile(r"<\|\w+\|>|</?s>|<[be]os>")
@@ -45,7 +47,7 @@ class InterventionPages:
             "intervene.html", opened=opened, prompt=as_asked(prompt[:LONGEST]), select=clean("\n".join(selection)),
             how=how if how in HOWS else "off", scale=clean(scale, 12), goes_on=goes_on,
             unseen=unseen(prompt[:LONGEST]), unit=unit(opened), chosen=chosen[:LINKED], example=example,
-            usual=opened.harvest.component(*chosen[0]) if len(chosen) == 1 else None, **values,
+            usual=_numbers(opened, *chosen[0]) if len(chosen) == len(selection) == 1 else None, **values,
         )  # fmt: skip
 
     def _ask(
@@ -57,8 +59,8 @@ class InterventionPages:
             value = float(scale) if how in ("scale", "set") else 0.0
         except ValueError:
             value = math.nan
-        if how not in HOWS or not math.isfinite(value):
-            return {"wrong": f"'{clean(scale, 40)}' should be a number"}
+        if how not in HOWS or not abs(value) <= LARGEST_NUMBER:
+            return {"wrong": f"'{clean(scale, 40)}' should be a number from -{LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}"}
         try:
             selection = _without_groups(opened, selection)
         except UserError as error:
@@ -98,6 +100,14 @@ def _components(opened: Opened, selection: tuple[str, ...]) -> list[tuple[str, i
             if number < opened.harvest.site(site).C:
                 found[site, number] = None
     return list(found)
+
+
+def _numbers(opened: Opened, site: str, number: int) -> dict[str, Any] | None:
+    """`Harvest.component`; None if the file is damaged, without which the intervention can still be asked for."""
+    try:
+        return opened.harvest.component(site, number)
+    except UserError:
+        return None
 
 
 def _example_text(opened: Opened, site: str, number: int) -> str:

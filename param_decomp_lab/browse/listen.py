@@ -19,7 +19,7 @@ FIRST_PORT, PORTS = 8720, 30
 def listen(folders: Sequence[Path], host: str, port: int | None, open_browser: bool) -> None:
     """Serves until Ctrl-C or SIGTERM. Raises UserError where there is nothing to show, or the port is taken."""
     console = PlainConsole()
-    # Arrow's own pool keeps 55 MiB more of what pages have read (1.3 million components; measurements/harvest.md).
+    # Arrow's own pool keeps 22 to 55 MiB more of what pages have read (docs/measurements/harvest.md).
     pa.set_memory_pool(pa.system_memory_pool())
     app = make_app(folders, [host])
     bound = _bind(host, [port] if port is not None else range(FIRST_PORT, FIRST_PORT + PORTS))

@@ -39,7 +39,10 @@ def claim(
         ),
     ] = 0,
     exceptions: Annotated[
-        bool, typer.Option("--exceptions", help="List the places after the text at which the token does not fall.")
+        bool,
+        typer.Option(
+            "--exceptions", help="List places after the text at which the token does not fall, 1,000 at most."
+        ),
     ] = False,
     rows: Annotated[
         int | None,
@@ -65,8 +68,8 @@ def claim(
     and the mean change of its log-probability, in nats, with a 95 % interval over rows (bootstrap): after the text, and
     elsewhere.
 
-    A change that may be rounding counts as none: below the table stands how large one may be, measured with the
-    components of these sites off by one unit in the last place.
+    A change that may be rounding does not count as a fall. The line below the table says how large it may be: twice
+    what changing the masks of these sites by one unit in the last place does.
 
     A control takes out as many other components of the same sites, drawn in proportion to how often they fire at the
     places after the text; its line is a mean over the draws.

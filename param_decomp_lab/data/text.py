@@ -1,6 +1,7 @@
 """Turns token ids into text to show to people."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 
@@ -44,6 +45,19 @@ class TokenText:
         """
         ids = self.ids(text)
         return ids if self.bos is None or ids[:1] == [self.bos] else [self.bos, *ids]
+
+    def with_bos(self, bos: int | None) -> "TokenText":
+        """Returns the same tokenizer for prompts that begin with another BOS."""
+        found = copy(self)
+        found.bos = bos
+        return found
+
+    def first_difference(self, other: "TokenText", among: Int[np.ndarray, " n"]) -> int | None:
+        """Returns the first of these token ids that both tokenizers have and that stands for another text in the other
+        one; None if there is none.
+        """
+        both = (n for n in among.tolist() if n in self._pieces and n in other._pieces)
+        return next((n for n in both if not _same(self._pieces[n], other._pieces[n])), None)
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """Returns the name of each token id, in a list as long as ``ids``; see `token_names`. Spaces stay spaces. Ids
@@ -91,3 +105,8 @@ class TokenText:
     @cached_property
     def _pieces(self) -> dict[int, Piece]:
         return self.tokenizer.pieces()
+
+
+def _same(one: Piece, other: Piece) -> bool:
+    """Text or its bytes are the same piece."""
+    return (one.encode() if isinstance(one, str) else one) == (other.encode() if isinstance(other, str) else other)

@@ -320,8 +320,8 @@ def write_positions(plan: HarvestPlan, state: HarvestState, folder: Path) -> Non
 
     offsets = np.concatenate([[0], np.cumsum([site.C for site in plan.sites])])
     place = np.argsort(order).astype(np.uint64)
-    # A pair of a position and a component, with a sign behind it, is one number, which is sorted in place and takes a
-    # third of the memory. Both have fewer than 2^31.
+    # A pair of a position and a component, with a sign behind it, is one number of 64 bits, which is sorted in place.
+    # Both have fewer than 2^31.
     pairs = []
     for number in range(len(plan.sites)):
         component = np.concatenate([b.components.pop(number) for b in blocks]).astype(np.uint64)
@@ -336,7 +336,7 @@ def write_positions(plan: HarvestPlan, state: HarvestState, folder: Path) -> Non
         ends = np.searchsorted(packed, np.arange(n + 1, dtype=np.uint64) << (HALF + SIGN))
         np.save(folder / f"{name}_ends.npy", ends.astype(np.int64))
         np.save(folder / f"{name}_members.npy", (packed >> SIGN).astype(np.uint32).view(np.int32))
-        negative = packed & SIGN
         if name == "components":
-            np.save(folder / NEGATIVE_FILE, negative.astype(np.int8))
-        packed = (packed >> SIGN << (HALF + SIGN)) | (packed >> (HALF + SIGN) << SIGN) | negative
+            np.save(folder / NEGATIVE_FILE, (packed & SIGN).astype(np.int8))
+        else:  # by component next
+            packed = (packed >> SIGN << (HALF + SIGN)) | (packed >> (HALF + SIGN) << SIGN) | (packed & SIGN)

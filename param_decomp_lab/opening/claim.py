@@ -22,6 +22,7 @@ from param_decomp_lab.runs.opened import ROWS_AT_ONCE
 from param_decomp_lab.runs.prompt import read_output
 from param_decomp_lab.safe_io.json_text import has_surrogates
 from param_decomp_lab.safe_io.printable import shortened
+from param_decomp_lab.setup.other_data import refuse_other_tokens, trained_on
 from param_decomp_lab.ui.progress import Report
 from param_decomp_lab.ui.tables import markdown_table
 
@@ -34,8 +35,9 @@ MOST_ROWS = 4096
 """Rows that are read unless a request says how many."""
 READ_AT_ONCE = 64 * ROWS_AT_ONCE
 """Rows that are in memory at once."""
-ROUNDING_ROWS = 8 * ROWS_AT_ONCE
-"""Rows on which the effect of rounding is measured."""
+ROUNDING_BATCHES = 8
+ROUNDING_ROWS = ROUNDING_BATCHES * ROWS_AT_ONCE
+"""Rows on which the effect of rounding is measured; where the text is in fewer, each is measured several times."""
 MOST_LISTED = 1000
 """Counterexamples that are kept with their text; the others are counted."""
 
@@ -106,11 +108,12 @@ class Counterexample:
 @dataclass(frozen=True)
 class Rounding:
     """Changes of the token's log-probability, in nats, up to which they may be rounding and count as none: ``here``,
-    after the texts, and ``elsewhere``.
+    after the texts, and ``elsewhere`` (as ``here`` where there is no other place).
 
     Twice the largest that is seen where every component of the claim's sites is off by one unit in the last place of
-    the run's compute dtype, with random signs, in up to `ROUNDING_ROWS` rows with the texts. At least the spacing of
-    float32 numbers at the largest log-probability there.
+    the run's compute dtype, with random signs, in up to `ROUNDING_ROWS` rows with the texts. At least twice the spacing
+    of float32 numbers at the largest of the logits and of the logarithms of their sums of exponentials there: a
+    log-probability is the difference of two of these numbers, however small it is itself.
     """
 
     here: float
@@ -119,8 +122,11 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Claim:
-    """A tested claim. ``data``: where the rows come from, of which it has read the first ``rows`` of
-    ``rows_available``. ``lines``: each component alone, then all together, at every scale. ``exceptions``: the places
+    """A tested claim. It has read the first ``rows`` of ``rows_available``: those that the run holds out
+    (``held_out``), else those of `ClaimRequest.data`. ``data``: the folder or files that they are in; plain files hold
+    the rows that the run trains on, too. ``trained_on``: whether files that
+    the run trained on are among them, by their paths; None if its data are not on this machine.
+    ``lines``: each component alone, then all together, at every scale. ``exceptions``: the places
     after the texts at which the token does not fall by more than rounding with all of them at the first scale (does not
     rise, if that is above 1): the first `MOST_LISTED` of ``n_exceptions``."""
 
@@ -130,6 +136,8 @@ class Claim:
     token: str
     token_id: int
     data: str
+    held_out: bool
+    trained_on: bool | None
     rows: int
     rows_available: int
     rounding: Rounding
@@ -161,10 +169,16 @@ class Claim:
     def notes(self) -> Iterator[str]:
         """What was read, and what counts as no change."""
         part = "all" if self.rows == self.rows_available else f"the first {self.rows:,} of"
-        yield f"{part} {self.rows_available:,} rows of {self.data}"
+        yield f"{part} {self.rows_available:,} {'held-out ' * self.held_out}rows of {self.data}"
+        if self.trained_on is None:
+            yield "whether the run trained on these rows is not known: its own are not on this machine"
+        elif self.trained_on:
+            yield "the run trained on rows of these files: what holds there may not hold on other text"
+        anywhere = self.lines[0].elsewhere is not None
         yield (
-            f"a change of log P below {self.rounding.here:.2g} nats after the text and {self.rounding.elsewhere:.2g} "
-            "elsewhere may be rounding, and counts as none"
+            f"a change of log P below {self.rounding.here:.2g} nats"
+            + (f" after the text and {self.rounding.elsewhere:.2g} elsewhere" if anywhere else "")
+            + " may be rounding, and is not counted as a fall or rise"
         )
 
 
@@ -176,7 +190,7 @@ def measure_claim(run: Run, request: ClaimRequest, report: Report | None = None)
     proportion to how often they fire at the places after the texts: all that fire there, where these are fewer.
 
     Raises UserError, before the network runs, for a toy, for what is unknown or not one token, for rows that are not
-    there, and where a text does not occur.
+    there or are of another tokenizer, and where a text does not occur.
     """
     token, chosen = _check(run, request)
     rows = ClaimRows(run, request)
@@ -185,7 +199,9 @@ def measure_claim(run: Run, request: ClaimRequest, report: Report | None = None)
     sets = [(name,) for name in chosen] + ([tuple(chosen)] if len(chosen) > 1 else [])
     batches, batches_here = (ceil(n / ROWS_AT_ONCE) for n in (rows.n, len(with_places)))
     total = batches * (1 + len(sets) * len(request.scales) * (1 + request.controls))
-    total += 2 * ceil(min(len(with_places), ROUNDING_ROWS) / ROWS_AT_ONCE) + batches_here * (request.controls > 0)
+    for_rounding = min(batches_here, ROUNDING_BATCHES)
+    draws = ceil(ROUNDING_BATCHES / for_rounding)
+    total += for_rounding * (1 + draws) + batches_here * (request.controls > 0)
     done = count(1)
 
     def tell(what: str) -> None:
@@ -198,9 +214,9 @@ def measure_claim(run: Run, request: ClaimRequest, report: Report | None = None)
         firings = firings_at(run, rows.batches(with_places), list(sites), lambda: tell("what fires after the text"))
     rng = np.random.default_rng(request.seed)
     drawn = {names: draw_others(_masks(run, names), sites, firings, request.controls, rng) for names in sets}
-    rounding = _rounding(
-        run, rows.batches(with_places[:ROUNDING_ROWS]), token, sites, rng, lambda: tell("what rounding does")
-    )
+    own_rng = np.random.default_rng([request.seed, 1])  # whatever controls have drawn
+    few = rows.batches(with_places[:ROUNDING_ROWS])
+    rounding = _rounding(run, few, token, sites, draws, own_rng, lambda: tell("what rounding does"))
     original = _Original(rows.n)
     tested = [
         _Tested(run, names, scale, drawn[names], rows.n, rounding) for names, scale in product(sets, request.scales)
@@ -229,8 +245,9 @@ def measure_claim(run: Run, request: ClaimRequest, report: Report | None = None)
                 for row, position in np.argwhere(wrong)[: MOST_LISTED - len(exceptions)].tolist():
                     exceptions.append(_counterexample(run, batch, before, after, row, position))
     return Claim(
-        run.id, run.step, tuple(request.after), request.token, token, rows.data.source, rows.n, len(rows.data),
-        rounding, tuple(one.line(original, request.seed) for one in tested), tuple(exceptions), n_exceptions,
+        run.id, run.step, tuple(request.after), request.token, token, rows.data.source, rows.held_out,
+        rows.trained_on, rows.n, len(rows.data), rounding, tuple(one.line(original, request.seed) for one in tested),
+        tuple(exceptions), n_exceptions,
     )  # fmt: skip
 
 
@@ -279,9 +296,12 @@ class ClaimRows:
         assert run.text is not None
         self._find, self._longest, self._after = run.text.ends_with, run.longest_row, request.after
         self.data: TokenRows
+        self.held_out = request.data is None
+        self.trained_on = False if request.data is None else trained_on(request.data, run.resolved)
         if request.data is not None:
             self.data = TokenData(request.data)
             self.data.check(run.n_outputs)
+            refuse_other_tokens(request.data, self.data, run.text, run.resolved)
         elif run.resolved.holds_rows_out:
             self.data = run.resolved.held_out_rows
         else:
@@ -306,8 +326,8 @@ class ClaimRows:
             if not seen:
                 more = f"; --rows reads more of the {len(self.data):,}" if self.n < len(self.data) else ""
                 raise UserError(
-                    f"--after: no token of the {self.n:,} rows ends with '{shortened(text, 60)}'; spaces and capitals "
-                    f"count{more}"
+                    f"--after: no token of the {self.n:,} {'held-out ' * self.held_out}rows ends with "
+                    f"'{shortened(text, 60)}'; spaces and capitals count{more}"
                 )
         return found
 
@@ -418,7 +438,11 @@ def _log_probabilities(
 ) -> Float[np.ndarray, "n T"]:
     """Log-probabilities of the token after every position, with these masks and Δ; without masks, the target's own."""
     logits = run.logits(batch.tokens, masks or None, delta=1.0 if masks else 0.0)
-    found = np.asarray(_log_probability(logits, token))[: len(batch.ids)]
+    return _checked(batch, _log_probability(logits, token))
+
+
+def _checked(batch: RowBatch, log_p: Float[Array, "B T"]) -> Float[np.ndarray, "n T"]:
+    found = np.asarray(log_p)[: len(batch.ids)]
     if not np.isfinite(found).all():
         raise UserError("probabilities are not finite with these components; try a smaller --scale")
     return found
@@ -426,7 +450,18 @@ def _log_probabilities(
 
 @jax.jit
 def _log_probability(logits: Float[Array, "B T vocabulary"], token: Int[Array, ""]) -> Float[Array, "B T"]:
-    return logits[..., token] - jax.nn.logsumexp(logits, axis=-1)
+    of_token, of_all = _terms(logits, token)
+    return of_token - of_all
+
+
+def _terms(logits: Float[Array, "B T vocabulary"], token: Int[Array, ""]) -> tuple[Array, Array]:
+    """The two numbers ``[B, T]`` whose difference is the log-probability."""
+    return logits[..., token], jax.nn.logsumexp(logits, axis=-1)
+
+
+@jax.jit
+def _larger_term(logits: Float[Array, "B T vocabulary"], token: Int[Array, ""]) -> Float[Array, "B T"]:
+    return jnp.maximum(*map(jnp.abs, _terms(logits, token)))
 
 
 def _rounding(
@@ -434,23 +469,28 @@ def _rounding(
     batches: Iterable[RowBatch],
     token: int,
     sites: Iterable[str],
+    draws: int,
     rng: np.random.Generator,
     tell: Callable[[], None],
 ) -> Rounding:
-    """Masks of 1 less or more a unit in the last place are what no user means by a change."""
-    unit = float(jnp.finfo(run.problem.compute_dtype).eps)
-    masks = {name: (1 + unit * rng.choice([-1, 1], run.sites[name].C)).astype(np.float32) for name in sites}
+    """Perturbs every mask by one unit in the last place, with random signs drawn ``draws`` times for each batch, and
+    measures how far the log-probability moves."""
+    unit, sites = float(jnp.finfo(run.problem.compute_dtype).eps), list(sites)
     found = np.zeros(2)
     for batch in batches:
-        before = _log_probabilities(run, batch, token, {})
+        logits = run.logits(batch.tokens)
+        before = _checked(batch, _log_probability(logits, token)).astype(np.float64)
+        spacing = np.spacing(np.asarray(_larger_term(logits, token))[: len(batch.ids)])
+        moved = spacing.astype(np.float64)
         tell()
-        after = _log_probabilities(run, batch, token, masks)
-        tell()
+        for _ in range(draws):
+            masks = {name: (1 + unit * rng.choice([-1, 1], run.sites[name].C)).astype(np.float32) for name in sites}
+            moved = np.maximum(moved, np.abs(_log_probabilities(run, batch, token, masks) - before))
+            tell()
         for n, at in enumerate((batch.here, ~batch.here)):
-            if at.any():
-                least = np.spacing(np.abs(before[at]).max())
-                found[n] = max(found[n], 2 * np.abs(after[at].astype(np.float64) - before[at]).max(), least)
-    return Rounding(float(found[0]), float(found[1]))
+            found[n] = max(found[n], 2 * moved[at].max(initial=0))
+    here, elsewhere = found.tolist()
+    return Rounding(here, elsewhere or here)
 
 
 def firings_at(

@@ -20,6 +20,8 @@ ReadingName = Literal["ci", "random", "attack"]
 READINGS: tuple[ReadingName, ...] = ("ci", "random", "attack")
 """What the components that are not selected do (I3)."""
 OUTPUTS_NAMED = 8
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest scale, or activation that is set."""
 READING_TITLES: dict[ReadingName, str] = {
     "ci": "The others at their importances",
     "random": "The others at random above them",
@@ -152,12 +154,12 @@ class InterventionRequest:
             raise UserError(f"readings: '{wrong[0]}' should be one of {', '.join(READINGS)}")
         if self.samples < 1 or self.attack_steps < 1 or self.continue_tokens < 0:
             raise UserError("samples and attack_steps should be at least 1, and continue_tokens at least 0")
-        if not np.isfinite(self.scale) or not self.attack_step_size > 0:
-            raise UserError("scale should be a finite number, and attack_step_size above 0")
+        if not abs(self.scale) <= LARGEST or not self.attack_step_size > 0:
+            raise UserError("scale should be a finite number that float32 holds, and attack_step_size above 0")
         if self.alone and self.scale not in (0.0, 1.0):
             raise UserError("alone: the selected components are on as they are; leave out scale")
-        if self.set_to is not None and not np.isfinite(self.set_to):
-            raise UserError("set_to should be a finite number")
+        if self.set_to is not None and not abs(self.set_to) <= LARGEST:
+            raise UserError("set_to should be a finite number that float32 holds")
         if self.set_to is not None and (self.alone or self.scale != 0):
             raise UserError("set_to: the selected components have this activation; leave out scale and alone")
 
@@ -273,7 +275,7 @@ def _read(
         return np.stack([row.reshape(-1, row.shape[-1]) for row in rows])
 
     before, after = (_masked(run, values, name, maskings, request, without) for without in (True, False))
-    return Reading(outputs(before), outputs(after), tuple(before), tuple(after))
+    return Reading(_finite(outputs(before)), _finite(outputs(after)), tuple(before), tuple(after))
 
 
 def _masked(
@@ -326,6 +328,12 @@ def _shaped_delta(values: np.ndarray, delta: Mapping[str, np.ndarray] | float) -
     return {name: own[0] for name, own in delta.items()}
 
 
+def _finite(found: np.ndarray) -> np.ndarray:
+    if not np.isfinite(found).all():
+        raise UserError("outputs are not finite; try smaller numbers")
+    return found
+
+
 def _continue(
     run: Any, values: np.ndarray, selection: Selection | None, request: InterventionRequest
 ) -> tuple[int, ...]:
@@ -341,7 +349,7 @@ def _continue(
         )
         maskings, before = _Maskings(importances, chosen, request), selection is None
         logits = run.logits(row, maskings.with_sources(before, None), added=maskings.added(before))
-        return int(np.asarray(logits)[-1].argmax())
+        return int(_finite(np.asarray(logits)[-1]).argmax())
 
     return extended(values.tolist(), request.continue_tokens, run.longest_row, next_token)
 

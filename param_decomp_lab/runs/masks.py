@@ -115,12 +115,14 @@ def bundle(
             components[row] = mask
         for row, weight in of_deltas.items():
             deltas[row] = weight
-        shifts = np.zeros_like(components)
-        for row, numbers in of_added.items():
-            shifts[row] = numbers
+        shifts = None
+        if of_added:
+            shifts = np.zeros_like(components)
+            for row, numbers in of_added.items():
+                shifts[row] = numbers
         made[stack.name] = Sources(
             jnp.asarray(components), jnp.asarray(deltas) if of_deltas else None,
-            jnp.asarray(shifts) if of_added else None,
+            None if shifts is None else jnp.asarray(shifts),
         )  # fmt: skip
     live = tuple(n for n, name in enumerate(names) if name in masks)
     return live, made

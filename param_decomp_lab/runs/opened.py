@@ -255,7 +255,7 @@ class OpenedRun:
         batch, single = self.as_batch(inputs)
         weights = self.weights
         wanted = {} if masks is None else by_site(self.target.sites, masks, self._leading(batch))
-        shifts = self._over_norms(added or {}, wanted, self._leading(batch))
+        shifts = self._over_norms({} if added is None else added, wanted, self._leading(batch))
         with jax.set_mesh(self.mesh):
             if not wanted:
                 y = self._clean(weights, batch)
@@ -358,22 +358,32 @@ class OpenedRun:
         self, added: Mapping[str, np.ndarray], masked: Mapping[str, Any], leading: tuple[int, ...]
     ) -> dict[str, Float[np.ndarray, "*n C"]]:
         """Converts numbers that are added to activations ``‖U_c‖ (x · V_c)`` to those of F8, which are added to
-        ``x · V_c``."""
+        ``x · V_c``. Raises UserError for what is no finite number, or does not broadcast to ``[*leading, C]``; leading
+        axes of 1 stay."""
+        if not isinstance(added, Mapping):
+            raise UserError(f"added: should be numbers by site, not {type(added).__name__}")
         found = {}
         for name, numbers in added.items():
             site = self._site(name)
             if site.name not in masked:
                 raise UserError(f"added: {site.name} is not among the masked sites")
+            shape = (*leading, site.C)
+            own = _float32(numbers, f"added: {site.name}")
             try:
-                own = np.broadcast_to(np.asarray(numbers, np.float32), (*leading, site.C))
+                np.broadcast_to(own, shape)
             except ValueError:
-                shape = list(np.shape(numbers))
-                raise UserError(f"added: {site.name}: {shape} does not broadcast to {[*leading, site.C]}") from None
+                raise UserError(f"added: {site.name}: {list(own.shape)} does not broadcast to {list(shape)}") from None
+            own = own.reshape((1,) * (len(shape) - own.ndim) + own.shape)
+            own = np.broadcast_to(own, (*own.shape[:-1], site.C))
             norms = np.asarray(jnp.linalg.norm(self._factors(site)[1], axis=-1))
             without = np.flatnonzero((norms == 0) & (own != 0).reshape(-1, site.C).any(axis=0))
             if without.size:
-                raise UserError(f"added: {site.name}:{without[0]} has U = 0, so nothing can be added by it")
-            found[site.name] = own / np.where(norms == 0, 1, norms)
+                raise UserError(f"{site.name}:{without[0]} has U = 0: it writes nothing, whatever its activation")
+            with np.errstate(over="ignore"):
+                over = own / np.where(norms == 0, 1, norms)
+            if not np.isfinite(over).all():
+                raise UserError(f"{site.name}: an activation of {np.abs(own).max():g} is too large for its components")
+            found[site.name] = over
         return found
 
     def _sources(
@@ -550,3 +560,14 @@ class OpenedRun:
             ],
             more=max(0, len(stacks) - STACKS_SHOWN),
         )  # fmt: skip
+
+
+def _float32(numbers: Any, what: str) -> np.ndarray:
+    try:
+        with np.errstate(over="ignore"):
+            found = np.asarray(numbers, np.float32)
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"{what}: should be numbers") from None
+    if not np.isfinite(found).all():
+        raise UserError(f"{what}: should be finite numbers of float32")
+    return found

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from param_decomp_jax.analysis.importances import read_batch
 from param_decomp_jax.ci.squash import LEAK, Squash, lower_leaky
 from param_decomp_jax.decomposition.draws import positions
 from param_decomp_jax.method.clean_pass import DecomposedBatch
@@ -28,6 +29,8 @@ from param_decomp_jax.method.routing import UniformKSubset, draw_routes
 from param_decomp_jax.sharding.memory import INTERMEDIATES, PLAIN, MemoryPolicy
 from param_decomp_jax.targets.llama import module_name
 from tests import reference as ref
+from tests.core import test_embedding_site as with_embedding
+from tests.core import test_experts as with_experts
 from tests.core import tiny
 
 RNG = np.random.default_rng(0)
@@ -228,6 +231,42 @@ def test_what_is_added_is_added_where_it_is_routed(policy: str) -> None:
         added={name: given[name].added for name in names},
     )
     np.testing.assert_allclose(found, ref.value(expected), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["experts", "embedding"])
+def test_what_is_added_in_experts_and_to_embeddings(kind: str) -> None:
+    """F8, against the reference: at the positions that the router gives an expert, and where tokens are looked up."""
+    of_experts = kind == "experts"
+    target = with_experts.target() if of_experts else tiny.target(chosen=with_embedding.CHOSEN)
+    with jax.enable_x64(True):
+        problem = tiny.in_float64(tiny.problem((), target))
+        given = with_experts.weights() if of_experts else tiny.weights()
+        state, weights = map(tiny.to_float64, (tiny.ruffled_state(problem), given))
+        sites, rng = problem.target.sites, np.random.default_rng(5)
+        sources = {
+            s.name: Sources(
+                *(jnp.asarray(rng.uniform(size=(*s.lead, *tiny.LEADING, *c))) for c in ((s.C,), (), (s.C,)))
+            )
+            for s in sites.stacks
+        }
+
+        @jax.jit
+        def output(learned: Any, weights: Any, sources: Any) -> Any:
+            batch = read_batch(problem, learned, weights, jnp.asarray(tiny.TOKENS)).with_squash(jnp.zeros_like)
+            stream = Stream(tuple(range(len(sites))), GivenSources(sources, batch.clean_pass.batch))
+            [forward] = run_masked(batch, [stream]).forwards
+            return problem.target.predictions(weights, forward.output)
+
+        found = output(state.learned, weights, sources)
+    by_site = unstack_sites(sites, jax.device_get(sources))
+    masks = {name: own.components for name, own in by_site.items()}
+    deltas, added = ({name: getattr(own, part) for name, own in by_site.items()} for part in ("delta", "added"))
+    plain, factors = tiny.ref_target(target, weights, tiny.TOKENS), tiny.ref_components(state.components, sites)
+    chosen = ref.clean_pass(plain, list(masks)).chosen  # X3
+    expected, _ = ref.masked_pass(plain, factors, masks, deltas, {}, chosen, added=added)
+    without, _ = ref.masked_pass(plain, factors, masks, deltas, {}, chosen)
+    np.testing.assert_allclose(found, ref.value(expected), rtol=1e-9, atol=1e-10)
+    assert np.abs(ref.value(expected) - ref.value(without)).max() > 0.1
 
 
 def test_importances_of_a_site_are_computed_once_however_many_streams_it_is_live_in() -> None:

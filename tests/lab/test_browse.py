@@ -205,7 +205,9 @@ def test_the_sample_in_thirds(shown: TestClient, harvested: Path) -> None:
     assert [[e.row for e in found] for _, found in by_third(sample)] == [[11, 10, 9, 8], [7, 6, 5, 4], [3, 2, 1, 0]]
 
 
-def test_tokens_and_what_comes_next_by_sign(shown: TestClient, harvested: Path, mine: Path) -> None:
+def test_tokens_and_what_comes_next_by_sign(
+    shown: TestClient, harvested: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two tables of each where both signs occur; else one, as before format 3."""
     harvest = Harvest(only_harvest(harvested))
     numbers = range(harvest.site(SITE).C)
@@ -222,9 +224,17 @@ def test_tokens_and_what_comes_next_by_sign(shown: TestClient, harvested: Path, 
             shares = re.findall(r'<td class="num"[^>]*>([^<]*)</td>', table)[::2]
             assert shares == [percent(row[key]) for row in rows.to_pylist()]
             assert shares
-    assert f"a is positive at {signs[both][0].n} and negative at {signs[both][1].n}" in page
+    assert f"a ≥ 0 at {signs[both][0].n} and a &lt; 0 at {signs[both][1].n}" in page
     card = harvest.read(SITE, both)._repr_html_()
-    assert all(f"{what} where a &{sign}; 0" in card for what in ("Tokens", "What comes next") for sign in ("gt", "lt"))
+    for of in signs[both]:
+        for what in ("Tokens", "What comes next"):
+            assert f'{what} where {escape(of.sign)} <span class="quiet">at {of.n}<' in card
+    nothing = [of._replace(outputs=of.outputs.slice(0, 0)) if of.sign == "a < 0" else of for of in signs[both]]
+    monkeypatch.setattr(Harvest, "by_sign", lambda *_, **__: nothing)
+    page = shown.get(f"{here}/{both}").text
+    assert "<th>prediction where a &lt; 0</th>" not in page
+    assert "Nothing is predicted more often than elsewhere where a &lt; 0." in page
+    monkeypatch.undo()
     plan = json.loads((only_harvest(mine) / "harvest.json").read_text())
     (only_harvest(mine) / "harvest.json").write_text(json.dumps(plan | {"format": 2}))
     (only_harvest(mine) / "components_negative.npy").unlink()
@@ -606,7 +616,8 @@ def test_an_example_of_source_code_with_an_escape(mine: Path, monkeypatch: pytes
 def test_the_factor_shows_where_it_matters(shown: TestClient, harvested: Path) -> None:
     page = shown.get(base(harvested)).text
     [style] = re.findall(r'href="(/static/[^"]*browse.css)"', page)
-    assert 'form.text:not(:has(option[value="scale"]:checked)) .factor { display: none; }' in shown.get(style).text
+    hidden = 'form.text:not(:has(option:is([value="scale"], [value="set"]):checked)) .factor { display: none; }'
+    assert hidden in shown.get(style).text
 
 
 def answered_here(harvested: Path, monkeypatch: pytest.MonkeyPatch, run_name: str = LLAMA) -> Run:

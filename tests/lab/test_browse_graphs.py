@@ -20,6 +20,7 @@ from param_decomp_lab.graph import Graph, Node
 from param_decomp_lab.harvest.files import Harvest
 from param_decomp_lab.harvest.files.averages import AverageOptions, write_averages
 from param_decomp_lab.harvest.files.labels import Labels
+from param_decomp_lab.harvest.files.tables import table_file
 from param_decomp_lab.opening import Run
 from param_decomp_lab.schema.site_names import short_sites
 from tests.lab.shared_folders import DOWN, hand_graph, harvest_step, with_parts
@@ -111,6 +112,22 @@ def test_a_graph_is_made_and_kept(shown: TestClient, mine: Path, run: Run) -> No
     assert file.stem in shown.get(f"{here}/graphs").text
 
 
+def test_what_an_activation_usually_is(shown: TestClient, mine: Path, tmp_path: Path) -> None:
+    """A note for one component; a damaged harvest says nothing, and the page can still be used."""
+    component, note = "layers.1.mlp.up_proj:3", "Where this component fires"
+    here = f"{base(mine)}/intervene"
+    assert note in shown.get(here, params={"select": component, "prompt": ""}).text
+    assert note not in shown.get(here, params={"select": f"group:3 {component}", "prompt": ""}).text
+    runs = Path(shutil.copytree(mine, tmp_path / "runs", ignore=shutil.ignore_patterns("ckpts")))
+    harvest = Harvest(only_harvest(runs))
+    table_file(harvest.folder, "components", harvest.sites["layers.1.mlp.up_proj"]).write_bytes(b"damaged")
+    with client(runs) as browser:
+        page = browser.get(here, params={"select": component, "prompt": ""})
+    assert page.status_code == 200
+    assert note not in page.text
+    assert component in page.text
+
+
 @pytest.mark.slow
 def test_an_intervention(shown: TestClient, mine: Path, run: Run) -> None:
     component = "layers.1.mlp.up_proj:3"
@@ -134,6 +151,9 @@ def test_an_intervention(shown: TestClient, mine: Path, run: Run) -> None:
     for how in ("scale", "set"):
         refused = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=component, how=how, scale="lots")
         assert "should be a number" in refused
+        beyond = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=component, how=how, scale="1e300")
+        assert "should be a number from -1e+30 to 1e+30" in beyond
+        assert "others at λ" not in beyond
     unknown = wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select="layers.7.up:1", how="off")
     assert "unknown site" in unknown
     assert MARKUP not in wait(shown, f"{base(mine)}/intervene", prompt=TEXT, select=MARKUP, how=MARKUP)

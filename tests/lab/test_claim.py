@@ -1,16 +1,21 @@
 """`pd claim`: its numbers against a direct computation, its controls, intervals, and what it refuses."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers.models import WordLevel
 
 from param_decomp_lab import load_run
+from param_decomp_lab.data.meta import META_FILE
 from param_decomp_lab.data.text import TokenText
+from param_decomp_lab.data.token_data import TokenData
 from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run
 from param_decomp_lab.opening import claim as claims
@@ -25,6 +30,8 @@ from param_decomp_lab.opening.claim import (
     firings_at,
     measure_claim,
 )
+from param_decomp_lab.setup.other_data import refuse_other_tokens, trained_on
+from param_decomp_lab.setup.resolved import ResolvedConfig
 from tests.lab.tiny_run import pd_here
 
 DOWN, UP = "layers.0.mlp.down_proj", "layers.1.mlp.up_proj"
@@ -130,6 +137,38 @@ def test_a_change_by_rounding_is_none(run: Run) -> None:
     assert found.n_exceptions == line.here.places  # it does not rise either
 
 
+def test_rounding_is_that_of_the_numbers_that_are_subtracted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that is nearly certain has a log-probability near 0, the difference of two numbers near 20. Here nothing
+    moves, whatever the masks."""
+
+    def logits(self: Run, tokens: np.ndarray, *_: Any, **__: Any) -> np.ndarray:
+        return np.where(np.arange(self.n_outputs) == ord("m"), np.float32(20), 0) * np.ones(
+            (*tokens.shape, 1), np.float32
+        )
+
+    monkeypatch.setattr(Run, "logits", logits)
+    found = measure_claim(run, REQUEST).rounding
+    assert found.here == found.elsewhere == 2 * float(np.spacing(np.float32(20)))
+
+
+def test_rounding_is_measured_several_times_where_places_are_few(
+    run: Run, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert measure_claim(run, REQUEST).rounding == claim.rounding  # whatever controls draw
+    real, given = Run.logits, []
+
+    def logits(self: Run, tokens: Any, masks: Any = None, **options: Any) -> Any:
+        given.append({} if masks is None else {site: mask.tobytes() for site, mask in masks.items()})
+        return real(self, tokens, masks, **options)
+
+    monkeypatch.setattr(Run, "logits", logits)
+    done = []
+    measure_claim(run, replace(REQUEST, rows=8, scales=(0.0,)), lambda what, n, of: done.append((what, n, of)))
+    several = {masks[DOWN] for masks in given if len(masks) == 2} - {given[-1][DOWN]}
+    assert len(several) == claims.ROUNDING_BATCHES
+    assert done[-1][1:] == (done[-1][2],) * 2
+
+
 def test_a_few_rows_are_in_memory_at_once(run: Run, claim: Claim, monkeypatch: pytest.MonkeyPatch) -> None:
     data, read = run.resolved.held_out_rows, []
 
@@ -158,13 +197,13 @@ def test_how_many_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     all_of_them = len(run.resolved.held_out_rows)
     found = measure_claim(run, one)
     assert (found.rows, found.rows_available) == (all_of_them, all_of_them)
-    assert next(found.notes()) == f"all {all_of_them} rows of {run.resolved.held_out_rows.source}"
+    assert next(found.notes()) == f"all {all_of_them} held-out rows of {run.resolved.held_out_rows.source}"
     monkeypatch.setattr(claims, "MOST_ROWS", 11)
     found = measure_claim(run, one)
     assert (found.rows, found.rows_available) == (11, all_of_them)
-    assert next(found.notes()).startswith(f"the first 11 of {all_of_them} rows of ")
+    assert next(found.notes()).startswith(f"the first 11 of {all_of_them} held-out rows of ")
     assert f"up to {MOST_ROWS:,}" in " ".join(pd_here("claim", "--help").out.split())
-    with pytest.raises(UserError, match=rf"no token of the 11 rows .*; --rows reads more of the {all_of_them}"):
+    with pytest.raises(UserError, match=rf"of the 11 held-out rows .*; --rows reads more of the {all_of_them}"):
         measure_claim(run, replace(one, after=("zebra",)))
 
 
@@ -175,12 +214,62 @@ def test_other_rows_than_those_held_out(run: Run, claim: Claim, monkeypatch: pyt
     assert other.data == str(of_training)
     assert other.rows_available != claim.rows_available
     assert other.lines != claim.lines
+    assert next(other.notes()) == f"the first 11 of {other.rows_available:,} rows of {of_training}"
+    assert (other.held_out, other.trained_on, claim.held_out, claim.trained_on) == (False, True, True, False)
+    assert [note for note in other.notes() if "trained" in note]
+    assert not [note for note in claim.notes() if "trained" in note]
     monkeypatch.setattr(type(run.resolved), "holds_rows_out", False)
-    assert measure_claim(run, replace(REQUEST, controls=2, data=held_out)) == claim
+    assert measure_claim(run, replace(REQUEST, controls=2, data=held_out)) == replace(claim, held_out=False)
     with pytest.raises(UserError, match="trained on all of its rows; give others: --data FOLDER"):
         measure_claim(run, REQUEST)
     with pytest.raises(UserError, match="no shards of tokens at nowhere"):
         measure_claim(run, replace(REQUEST, data=Path("nowhere")))
+
+
+def test_rows_of_another_tokenizer_are_refused(run: Run, claim: Claim, tmp_path: Path) -> None:
+    """Ids that stand for other text, and rows that begin with BOS, where the run's do not."""
+    assert run.resolved.data is not None
+    made = run.resolved.data.eval.parent
+    shutil.copytree(made / "eval", tmp_path / "eval")
+    described = json.loads((made / META_FILE).read_text())
+
+    def tested(**changes: Any) -> Claim:
+        (tmp_path / META_FILE).write_text(json.dumps(described | changes))
+        return measure_claim(run, replace(REQUEST, controls=2, data=tmp_path / "eval"))
+
+    assert tested() == replace(claim, held_out=False, data=str(tmp_path / "eval"))
+    with pytest.raises(UserError, match=r"eval: rows begin with 'q' and those of the run without BOS; .*--no-bos"):
+        tested(bos=ord("q"))
+    words = HfTokenizer(WordLevel({"a": 300, "zebra": ord("m")}, "a"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"eval: token 109 is ' ?zebra' there and 'm' in the run"):
+        tested(tokenizer="tokenizer.json")
+    [shard, *_] = sorted((tmp_path / "eval").iterdir())
+    with pytest.raises(UserError, match=r"token 109 is ' ?zebra'"):
+        measure_claim(run, replace(REQUEST, data=shard))
+    assert tested(tokenizer="none").lines == claim.lines  # nobody knows what their ids are
+
+
+def test_rows_for_a_run_whose_own_are_elsewhere(run: Run, tmp_path: Path) -> None:
+    """How its rows begin, and whether it trained on these, is not known then: nothing is refused for it."""
+
+    class Elsewhere:
+        @property
+        def train_rows(self) -> Any:
+            raise UserError("not here")
+
+    assert run.resolved.data is not None
+    assert run.text is not None
+    made, elsewhere = run.resolved.data.eval.parent, cast(ResolvedConfig, Elsewhere())
+    shutil.copytree(made / "eval", tmp_path / "eval")
+    described = json.loads((made / META_FILE).read_text())
+    (tmp_path / META_FILE).write_text(json.dumps(described | {"bos": ord("q")}))
+    rows = TokenData(tmp_path / "eval")
+    refuse_other_tokens(tmp_path / "eval", rows, run.text, elsewhere)
+    with pytest.raises(UserError, match="rows begin with 'q'"):
+        refuse_other_tokens(tmp_path / "eval", rows, run.text, run.resolved)
+    assert trained_on(tmp_path / "eval", elsewhere) is None
+    assert trained_on(tmp_path / "eval", run.resolved) is False
 
 
 def test_an_interval_covers_what_rows_differ_by() -> None:
@@ -256,7 +345,7 @@ def members(run: Run, number: int) -> dict[str, list[int]]:
         ({"components": (f"{DOWN}:1@3",)}, "leave out @3"),
         ({"components": ("group:99999",)}, "group:99999"),
         ({"components": (DOWN,)}, "should be SITE:NUMBER"),
-        ({"after": ("ti", "zebra")}, r"--after: no token of the 11 rows ends with 'zebra'"),
+        ({"after": ("ti", "zebra")}, r"--after: no token of the 11 held-out rows ends with 'zebra'"),
         ({"after": ("",)}, "--after: give the text"),
         ({"token": "by"}, r"--token 'by' should be one token of the vocabulary, not 2 \('b', 'y'\)"),
         ({"token": ""}, "--token: give the token"),

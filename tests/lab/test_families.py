@@ -215,7 +215,7 @@ def test_saved_and_read_again(name: str, tmp_path: Path) -> None:
         ("gpt_neox", {"rotary_pct": 9.0, "rope_parameters": ...}, "turns 144 of a head's 16 dimensions"),
         ("gemma2", {"attn_logit_softcapping": -5.0}, "attn_logit_softcapping: should be a positive number"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-        ("olmoe", {"num_experts_per_tok": 9}, "a token takes 9 of 8 experts"),
+        ("olmoe", {"num_experts_per_tok": 9}, "a token takes 9 experts, but there are 8"),
         ("olmoe", {"clip_qkv": "x"}, "clip_qkv: should be a number, not 'x'"),
         ("qwen3_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers: should be a list of layers' numbers"),
         ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers: should be a list"),

@@ -256,10 +256,17 @@ def test_tokens_and_outputs_by_sign(made: tuple[Run, Harvest, Counted], monkeypa
         fires = counted.importances[site] > read.plan.threshold
         for c in range(fires.shape[1]):
             a = counted.activations[site][:, c]
-            at = {"a > 0": fires[:, c] & (a > 0), "a < 0": fires[:, c] & (a < 0)}
+            at = {"a ≥ 0": fires[:, c] & (a >= 0), "a < 0": fires[:, c] & (a < 0)}
             found = {of.sign: of for of in read.by_sign(site, c, 10**6)}
             assert old.by_sign(site, c) == []
-            if not all(places.any() for places in at.values()):
+            n_of = [places.sum() for places in at.values()]
+            rarer, total = min(n_of), max(1, sum(n_of))
+            for least, is_split in (((rarer, 0), True), ((rarer + 1, 0), False), ((1, (rarer + 0.5) / total), False)):
+                if rarer and not both:  # one table for all where a few firings have the other sign
+                    with monkeypatch.context() as patched:
+                        patched.setattr("param_decomp_lab.harvest.files.reading.LEAST_OF_SIGN", least)
+                        assert bool(read.by_sign(site, c)) is is_split
+            if min(n_of) < max(4, 0.01 * sum(n_of)):
                 assert not found
                 continue
             both += 1

@@ -414,7 +414,9 @@ def test_checkpoints_that_are_taken_away(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints._check_folder()
     shutil.rmtree(tmp_path / "ckpts")
-    with pytest.raises(Displaced, match=r"ckpts was removed or renamed while .* resume with `pd train --resume"):
+    with pytest.raises(
+        Displaced, match=r"ckpts was removed or renamed during the run.* resume with `pd train --resume"
+    ):
         checkpoints.save(3, None, "")  # type: ignore[arg-type]
     assert not (tmp_path / "ckpts").exists()
     checkpoints.close()

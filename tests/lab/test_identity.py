@@ -43,11 +43,11 @@ def move_above(run: Path) -> None:
 @pytest.mark.parametrize(
     ("act", "says"),
     [
-        (lambda run: run.rename(run.with_name("moved")), r"was renamed to .*/moved while .* --resume .*/moved`"),
-        (move_above, r"was renamed to .*/new/p-00000001 while"),
-        (shutil.rmtree, r"was removed or renamed while .* If it still exists, move it back and resume"),
-        (replace, r"was replaced by another, and is now .*/moved while"),
-        (remake, r"was replaced by another while"),
+        (lambda run: run.rename(run.with_name("moved")), r"was renamed to .*/moved during .* --resume .*/moved`"),
+        (move_above, r"was renamed to .*/new/p-00000001 during"),
+        (shutil.rmtree, r"was removed or renamed during .* If it still exists, move it back and resume"),
+        (replace, r"was replaced by another, and is now .*/moved during"),
+        (remake, r"was replaced by another during"),
     ],
 )
 def test_a_folder_that_is_elsewhere(

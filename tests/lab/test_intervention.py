@@ -10,12 +10,14 @@ from param_decomp_lab.errors import UserError
 from param_decomp_lab.opening import Run, load_run
 from param_decomp_lab.opening.intervention import Intervention, Masking
 from param_decomp_lab.opening.selection import selected
+from param_decomp_lab.runs.masks import bundle
 from tests import reference as ref
 from tests.core import tiny
 from tests.lab.tiny_run import SITES
 
 TEXT = "def f(x):"
 UP, DOWN = "layers.1.mlp.up_proj", "layers.0.mlp.down_proj"
+EVERY = [f"{site}:{n}" for site, C in SITES.items() for n in range(C)]
 CHOSEN = [f"{UP}:3", f"{DOWN}:5@2", f"{DOWN}:1@-1"]
 
 
@@ -85,6 +87,31 @@ def test_an_activation_set_to_what_it_is_changes_nothing(run: Run) -> None:
         run.logits(TEXT, {UP: mask}, added={DOWN: 1.0})
     with pytest.raises(UserError, match=r"\[7\] does not broadcast to \[1, 9, 20\]"):
         run.logits(TEXT, {UP: mask}, added={UP: np.ones(7)})
+    for wrong in (np.nan, 1e300):
+        with pytest.raises(UserError, match=r"added: .*up_proj: should be finite numbers of float32"):
+            run.logits(TEXT, {UP: mask}, added={UP: wrong})
+    with pytest.raises(UserError, match=r"added: .*: should be numbers"):
+        run.logits(TEXT, {UP: mask}, added={UP: "five"})
+    with pytest.raises(UserError, match="added: should be numbers by site, not float"):
+        run.logits(TEXT, {UP: mask}, added=5.0)  # type: ignore[arg-type]
+
+
+def test_numbers_for_all_positions_take_no_room_for_each(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def recorded(*arguments: Any) -> Any:
+        made.append(bundle(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("param_decomp_lab.runs.opened.bundle", recorded)
+    C = run.sites[UP].C
+    run.logits(TEXT, {UP: np.ones(C)}, added={UP: np.ones(C)})
+    run.logits(TEXT, {UP: np.ones(C)})
+    (_, with_numbers), (_, without) = made
+    [sources], [plain] = with_numbers.values(), without.values()
+    assert sources.added.shape == sources.components.shape
+    assert sources.added.size == sources.components.size <= 2 * C  # of both layers
+    assert plain.added is None
 
 
 def test_masks(run: Run, found: Intervention) -> None:
@@ -196,6 +223,10 @@ def test_a_toy(toy: Path) -> None:
         (f"{UP}:1", {"scale": float("nan")}, "finite"),
         (f"{UP}:1", {"alone": True, "scale": 0.5}, "leave out scale"),
         (f"{UP}:1", {"set_to": float("inf")}, "set_to should be a finite number"),
+        (f"{UP}:1", {"set_to": -1e300}, "set_to should be a finite number that float32 holds"),
+        (f"{UP}:1", {"scale": 1e300}, "scale should be a finite number that float32 holds"),
+        (f"{DOWN}:1", {"set_to": 3e38, "readings": ("ci",)}, "3e\\+38 is too large for its components"),
+        (EVERY, {"scale": 3e38, "readings": ("ci",)}, "outputs are not finite; try smaller numbers"),
         (f"{UP}:1", {"set_to": 2.0, "alone": True}, "leave out scale and alone"),
     ],
 )

@@ -16,7 +16,7 @@ TOKENS_SHOWN = 8
 
 
 class OfSign(NamedTuple):
-    """What is known of the firings where a has one sign (``a > 0``, ``a < 0``). ``n``: the sampled firings that are
+    """What is known of the firings where a has one sign (``a ≥ 0``, ``a < 0``). ``n``: the sampled firings that are
     counted. ``tokens``: the most frequent there: ``token``, ``text``, ``n``, ``precision`` (their share of the
     firings), ``pmi``; none for a toy. ``outputs``: as of `Harvest.outputs`."""
 

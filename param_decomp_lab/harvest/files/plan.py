@@ -84,7 +84,7 @@ class HarvestPlan:
     def from_json(cls, raw: Any) -> "HarvestPlan":
         """Reads a plan. Raises TypeError, KeyError or ValueError for anything else, since the file is untrusted."""
         if type(raw["format"]) is not int or raw["format"] not in READABLE:
-            raise ValueError(f"its format is {raw['format']}, this version reads {' and '.join(map(str, READABLE))}")
+            raise ValueError(f"its format is {raw['format']}, this version reads {', '.join(map(str, READABLE))}")
         sites = tuple(
             PlannedSite(**{field.name: site[field.name] for field in fields(PlannedSite)}) for site in raw["sites"]
         )

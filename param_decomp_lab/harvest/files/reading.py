@@ -59,6 +59,8 @@ MOST_POSITIONS = 256
 MOST_SIGNED = 1024
 """Sampled positions at which tokens and outputs are counted by the sign of a."""
 MOST_MEMBERS = 1 << 18
+LEAST_OF_SIGN = 4, 0.01
+"""Firings of the rarer sign of a, and their share, from which on tables are split by the sign."""
 BY_CHANCE = 32
 """From this number of positions on, components that fire there only once are left out, since that happens by chance."""
 SITES_SHOWN = 24
@@ -306,9 +308,10 @@ class Harvest:
         return self._with_names(pa.table({"token": order, "mean": here[order], "everywhere": everywhere[order]}))
 
     def by_sign(self, site: str, number: int, most: int = 10) -> list[OfSign]:
-        """Returns the tokens where a component fires, and what the target predicts there, where a > 0 and where a < 0:
+        """Returns the tokens where a component fires, and what the target predicts there, where a ≥ 0 and where a < 0:
         it writes U in one direction or the other. Counted at up to `MOST_SIGNED` of its firings at the sampled
-        positions. Empty if only one sign occurs there, and for harvests before format 3, which do not keep signs.
+        positions. Empty if one sign does not occur there or hardly (`LEAST_OF_SIGN`), and for harvests before format 3,
+        which do not keep signs.
         """
         if self.plan.format < 3:
             return []
@@ -318,9 +321,10 @@ class Harvest:
             first, last = ends.read(me, me + 2).tolist()
             negative = self._negative.read(first, max(first, min(last, first + MOST_SIGNED))) != 0
             places = self._firing_places(me, MOST_SIGNED)
-        if negative.all() or not negative.any():
+        rarer, (least, share) = min(int(negative.sum()), int((~negative).sum())), LEAST_OF_SIGN
+        if rarer < max(least, share * len(negative)):
             return []
-        parts = (("a > 0", places[~negative]), ("a < 0", places[negative]))
+        parts = (("a ≥ 0", places[~negative]), ("a < 0", places[negative]))
         return [OfSign(sign, len(at), self._tokens_at(at, most), self._outputs_at(at, most)) for sign, at in parts]
 
     def _tokens_at(self, places: np.ndarray, most: int) -> pa.Table:

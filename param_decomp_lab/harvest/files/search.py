@@ -25,10 +25,10 @@ ROWS_AT_ONCE = 1 << 17
 
 
 def trimmed(search: str) -> str:
-    """Returns a search without the blanks around it that a keyboard types. Others, such as a no-break space, are what
-    is searched for.
+    """Returns a search without the blanks around it. If it has nothing else, those that a keyboard does not type, such
+    as a no-break space, are what is searched for.
     """
-    return search.strip(" \t\r\n")
+    return search.strip() or search.strip(" \t\r\n")
 
 
 def matching_tokens(vocabulary: pa.Array | None, n_inputs: int, search: str) -> Int[np.ndarray, " n"]:
@@ -62,7 +62,7 @@ def match_by_tokens(
     found = np.zeros(len(firings))
     if len(tokens):
         wanted = np.zeros(len(input_totals), bool)
-        wanted[tokens] = True
+        wanted[tokens[tokens < len(wanted)]] = True
         _, component, value = _all_fits(file, firings, input_totals, n_positions, wanted)
         np.add.at(found, component, value)
     return found
