@@ -51,7 +51,7 @@ class AllComponents:
         return Summary(*(values[part] for values in self.summary))
 
     def number(self, site: str, component: int) -> int | None:
-        """Number of a component through all sites, None if there is no such component."""
+        """Returns a component's number through all sites; None for an unknown component."""
         there = site in self._first and 0 <= component < self._harvest.site(site).C
         return self._first[site] + component if there else None
 

@@ -124,11 +124,11 @@ class Rounding:
 class Claim:
     """A tested claim. It has read the first ``rows`` of ``rows_available``: those that the run holds out
     (``held_out``), else those of `ClaimRequest.data`. ``data``: the folder or files that they are in; plain files hold
-    the rows that the run trains on, too. ``trained_on``: whether files that
-    the run trained on are among them, by their paths; None if its data are not on this machine.
-    ``lines``: each component alone, then all together, at every scale. ``exceptions``: the places
-    after the texts at which the token does not fall by more than rounding with all of them at the first scale (does not
-    rise, if that is above 1): the first `MOST_LISTED` of ``n_exceptions``."""
+    the rows that the run trains on, too. ``trained_on``: whether files that the run trained on are among them, by their
+    paths; None if its data are not on this machine. ``lines``: each component alone, then all together, at every scale.
+    ``exceptions``: the places after the texts at which the token does not fall by more than rounding with all of them
+    at the first scale (does not rise, if that is above 1): the first `MOST_LISTED` of ``n_exceptions``.
+    """
 
     run: str
     step: int

@@ -475,8 +475,8 @@ def test_what_if_begins_with_an_example(shown: TestClient, harvested: Path) -> N
     assert "first example" not in several
 
 
-def test_a_text_of_several_lines_stays_the_same(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Browsers send its line breaks as CR LF; of a text area's content, they leave out the first line break."""
+def record_questions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What pages ask the process of a run from now on; it answers that nothing was run."""
     asked: list[Any] = []
 
     def ask(worker: TextWorker, question: Any) -> TextAnswer:
@@ -484,6 +484,12 @@ def test_a_text_of_several_lines_stays_the_same(mine: Path, monkeypatch: pytest.
         return TextAnswer(wrong="not run")
 
     monkeypatch.setattr(TextWorker, "_question", ask)
+    return asked
+
+
+def test_a_text_of_several_lines_stays_the_same(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Browsers send its line breaks as CR LF; of a text area's content, they leave out the first line break."""
+    asked = record_questions(monkeypatch)
     monkeypatch.setattr(Opened, "sites_with_heads", frozenset({SITE}))
     text, sent, here = "\na\n\tb", "\r\na\r\n\tb", base(mine)
     forms: list[tuple[str, str, dict[str, str]]] = [
@@ -508,13 +514,7 @@ def test_a_text_of_several_lines_stays_the_same(mine: Path, monkeypatch: pytest.
 
 def test_what_does_not_show_in_a_text_is_told(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is run, and sent again, as it was typed; so is a text that is blank."""
-    asked: list[Any] = []
-
-    def ask(worker: TextWorker, question: Any) -> TextAnswer:
-        asked.append(question)
-        return TextAnswer(wrong="not run")
-
-    monkeypatch.setattr(TextWorker, "_question", ask)
+    asked = record_questions(monkeypatch)
     monkeypatch.setattr(Opened, "sites_with_heads", frozenset({SITE}))
     here, told = base(mine), "U+200B ZERO WIDTH SPACE"
     forms: list[tuple[str, str, dict[str, str]]] = [
